@@ -63,4 +63,3 @@ func show(ctx context.Context, w io.Writer, s bench.DemoSystem) {
 	fmt.Fprintln(w, "(n1 was killed by the demo; its engine serves without it) Ctrl-C ends everything.")
 	<-ctx.Done()
 }
-
