@@ -20,6 +20,7 @@ only_deadline() {
 	grep -q 'context deadline exceeded' "$log" && ! grep -q 'Failing input written' "$log"
 }
 
+packages=$(go list -f '{{.ImportPath}} {{.Dir}}{{range .TestGoFiles}} {{.}}{{end}}{{range .XTestGoFiles}} {{.}}{{end}}' ./...)
 count=0
 while read -r package dir files; do
 	for file in $files; do
@@ -33,6 +34,10 @@ while read -r package dir files; do
 			count=$((count + 1))
 		done < <(sed -n 's/^func \(Fuzz[A-Za-z0-9_]*\)(.*testing\.F.*/\1/p' "$dir/$file")
 	done
-done < <(go list -f '{{.ImportPath}} {{.Dir}}{{range .TestGoFiles}} {{.}}{{end}}{{range .XTestGoFiles}} {{.}}{{end}}' ./...)
+done <<<"$packages"
 
+if [[ $count -eq 0 ]]; then
+	echo "fuzz.sh: found no fuzz target" >&2
+	exit 1
+fi
 echo "$count fuzz targets, $fuzztime each"
