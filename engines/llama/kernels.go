@@ -166,8 +166,8 @@ func exp32(x float32) float32 {
 	return float32(p * math.Float64frombits(uint64(int64(k)+1023)<<52))
 }
 
-// parallel splits 0 to n-1 among threads and waits for all. Callers with one
-// thread call their work directly: the closure would be an allocation.
+// parallel splits 0 to n-1 among threads and waits for all; both are at least 1.
+// Callers with one thread do their work directly: the closure would allocate.
 func parallel(threads, n int, work func(lo, hi int)) {
 	threads = min(threads, n)
 	var wg sync.WaitGroup
