@@ -15,8 +15,8 @@ import (
 // threads, and wants the same bits as from one call.
 func TestChunksGiveEqualBytes(t *testing.T) {
 	t.Parallel()
-	m := generated(t, WithLayers(3))
-	ids := prompt(200)
+	m := generated(t, WithLayers(2))
+	ids := prompt(140)
 	whole := m.NewKV(64)
 	logits := prefill(t, m, whole, ids)
 	want := whole.Window(0, len(ids))
@@ -95,8 +95,8 @@ func TestLoadedPagesGiveTheTokensOfRecomputing(t *testing.T) {
 	})
 }
 
-// TestOneFlippedByteChangesTokens flips the highest exponent bit of one value in
-// a loaded page, each time of another value.
+// TestOneFlippedByteChangesTokens flips the highest exponent bit of one key or
+// value in a loaded page, each time of another.
 func TestOneFlippedByteChangesTokens(t *testing.T) {
 	t.Parallel()
 	const p = 64
@@ -105,23 +105,15 @@ func TestOneFlippedByteChangesTokens(t *testing.T) {
 	cold := m.NewKV(p)
 	want := greedy(t, m, cold, prefill(t, m, cold, ids), 16)
 	random := rand.New(rand.NewPCG(1, 2))
-	c := m.Config()
-	for range 20 {
-		// A value of V takes part in every later token's attention.
-		layer, head := random.IntN(c.Layers), random.IntN(c.KVHeads)
-		lane := (layer*2+1)*c.KVHeads + head
+	for range 30 {
 		page := cold.Page(1)
-		at := 0
-		// Values below 2 become huge; larger ones would only become small.
-		for at == 0 || page[at+3]&0x40 != 0 {
-			at = (lane*p*c.HeadDim + random.IntN(p*c.HeadDim)) * 4
-		}
-		page[at+3] ^= 0x40
+		at := random.IntN(len(page)/4)*4 + 3
+		page[at] ^= 0x40
 		kv := m.NewKV(p)
 		require.NoError(t, kv.LoadPage(0, cold.Page(0)))
 		require.NoError(t, kv.LoadPage(1, page))
 		got := greedy(t, m, kv, prefill(t, m, kv, ids[2*p:]), 16)
-		assert.NotEqual(t, want, got, "byte %d", at+3)
+		assert.NotEqual(t, want, got, "byte %d", at)
 	}
 }
 
