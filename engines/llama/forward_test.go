@@ -52,7 +52,7 @@ func (c *stepContext) Err() error {
 func TestCancelStopsBetweenLayers(t *testing.T) {
 	t.Parallel()
 	m := generated(t, WithLayers(2))
-	ids := prompt(150)
+	ids := prompt(200)
 	straight := m.NewKV(64)
 	want := prefill(t, m, straight, ids)
 	looks := 3 * 2 // chunks times layers
@@ -62,7 +62,7 @@ func TestCancelStopsBetweenLayers(t *testing.T) {
 		require.ErrorIs(t, err, context.Canceled)
 		require.Equal(t, stop/2*chunkTokens, kv.Len())
 		require.Equal(t, want, prefill(t, m, kv, ids[kv.Len():]))
-		require.Equal(t, straight.Window(0, 150), kv.Window(0, 150))
+		require.Equal(t, straight.Window(0, 200), kv.Window(0, 200))
 	}
 	_, err := m.Prefill(&stepContext{context.Background(), looks}, m.NewKV(64), ids)
 	require.NoError(t, err)

@@ -30,11 +30,11 @@ func TestTilesEqualPlainLoops(t *testing.T) {
 			}
 		}
 
-		// x as four rows of weights over the rows of w.
-		p := uniform(tensorSeed(seed, "p"), 4*outs, 1)
-		tile, plain := make([]float32, 4*n), make([]float32, 4*n)
-		addTile4(tile, n, p, outs, outs, w, n)
-		for i := range 4 {
+		// p as rows of weights over the rows of w.
+		p := uniform(tensorSeed(seed, "p"), tileRows*outs, 1)
+		tile, plain := make([]float32, tileRows*n), make([]float32, tileRows*n)
+		addTile3(tile, n, p, outs, outs, w, n)
+		for i := range tileRows {
 			addRows(plain[i*n:], p[i*outs:][:outs], w, n)
 		}
 		require.Equal(r, plain, tile)
