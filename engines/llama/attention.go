@@ -35,12 +35,12 @@ func (m *Model) ropeTables(cos, sin []float32, first, rows int) {
 
 // attend computes causal attention of one head for rows queries whose first is
 // at position first. q and out are rows of Heads*HeadDim values, already offset
-// to the head; k and v are [token][HeadDim]; scores has room for 4 rows of step
-// values.
+// to the head; k and v are [token][HeadDim]; scores has room for tileRows rows of
+// step values.
 func attend(out, q []float32, qStep, rows, first int, k, v []float32, dim int, scores []float32, step int) {
 	scale := float32(1 / math.Sqrt(float64(dim)))
-	for r := 0; r < rows; r += 4 {
-		n := min(4, rows-r)
+	for r := 0; r < rows; r += tileRows {
+		n := min(tileRows, rows-r)
 		common := first + r + 1 // keys that all n queries see
 		qr, outr := q[r*qStep:], out[r*qStep:]
 		dotRows(scores, step, qr, qStep, n, k, dim, 0, common)
@@ -54,8 +54,8 @@ func attend(out, q []float32, qStep, rows, first int, k, v []float32, dim int, s
 		}
 		for j := 0; j < common; j += attendBlock {
 			count := min(attendBlock, common-j)
-			if n == 4 {
-				addTile4(outr, qStep, scores[j:], step, count, v[j*dim:], dim)
+			if n == tileRows {
+				addTile3(outr, qStep, scores[j:], step, count, v[j*dim:], dim)
 				continue
 			}
 			for i := range n {

@@ -7,8 +7,9 @@ import (
 )
 
 // chunkTokens is how many tokens go through a layer at once: enough to use each
-// weight many times while it is in cache, few enough to notice a cancel soon.
-const chunkTokens = 64
+// weight many times while it is in cache, few enough to notice a cancel soon. A
+// multiple of tileRows.
+const chunkTokens = 96
 
 // scratch is the working memory of one sequence, kept between calls so that
 // decoding does not allocate.
@@ -24,7 +25,7 @@ type scratch struct {
 // come from a model of the same shape. Token ids must be below VocabSize unless
 // the model takes any id; the error names index and value.
 //
-// ctx is looked at before every layer of every chunk of 64 tokens. After an
+// ctx is looked at before every layer of every chunk of 96 tokens. After an
 // error kv is valid and holds whatever chunks were finished.
 func (m *Model) Prefill(ctx context.Context, kv *KV, tokens []uint32) ([]float32, error) {
 	if err := m.check(kv, tokens); err != nil {
@@ -197,9 +198,9 @@ func spread(lanes [][]float32, src []float32, first, rows, dim int) {
 
 func (m *Model) attention(kv *KV, layer int, s *scratch, first, rows int) {
 	c := m.config
-	if need := c.Heads * 4 * (first + rows); len(s.score) < need {
+	if need := c.Heads * tileRows * (first + rows); len(s.score) < need {
 		// Room for the whole cache, so that decoding seldom comes here.
-		s.score = make([]float32, c.Heads*4*kv.room)
+		s.score = make([]float32, c.Heads*tileRows*kv.room)
 	}
 	if m.threads == 1 {
 		attendHeads(kv, layer, s, first, rows, 0, c.Heads)
@@ -213,7 +214,7 @@ func attendHeads(kv *KV, layer int, s *scratch, first, rows, lo, hi int) {
 	for h := lo; h < hi; h++ {
 		lane := layer*c.KVHeads + h/(c.Heads/c.KVHeads)
 		attend(s.att[h*c.HeadDim:], s.q[h*c.HeadDim:], c.Heads*c.HeadDim, rows, first,
-			kv.k[lane], kv.v[lane], c.HeadDim, s.score[h*4*step:][:4*step], step)
+			kv.k[lane], kv.v[lane], c.HeadDim, s.score[h*tileRows*step:][:tileRows*step], step)
 	}
 }
 

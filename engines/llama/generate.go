@@ -35,8 +35,10 @@ func WithHidden(n int) Option { return func(c *Config) { c.HiddenSize = n } }
 // Generate makes a model whose weights follow from the SHA-256 of the model id,
 // so that any id of 1 to MaxModelIDBytes bytes answers, in every process the
 // same. It has VocabSize 1024 for output and accepts every token id as input.
-// Weights are large enough that attention is peaked and that greedy tokens
-// depend on single values of the KV cache.
+// Weights are such that attention is peaked and that greedy tokens depend on
+// single bytes of the KV cache: flipping bit 6 of the fourth byte of any stored
+// value changes them. (A flip in the low bytes of a mantissa changes logits,
+// but seldom a token.)
 func Generate(modelID string, opts ...Option) (*Model, error) {
 	if n := len(modelID); n < 1 || n > MaxModelIDBytes {
 		return nil, fmt.Errorf("cannot generate model: model id has %d bytes, must have 1 to %d", n, MaxModelIDBytes)
@@ -84,7 +86,9 @@ func (m *Model) seedWeights(seed [32]byte) {
 	c := m.config
 	hidden, inter, q, kv := c.HiddenSize, c.IntermediateSize, c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
 	// The standard deviations are per input: each matrix scales a vector of
-	// unit values to the given one. 1.7 for q and k gives scores of about 3.
+	// unit values to the given one. Scores are about 3, so attention is peaked.
+	// Keys and values are small against 2, and q and o make up for it: then any
+	// stored value becomes huge when the highest bit of its exponent flips.
 	matrix := func(name string, outputs, inputs int, std float64) []float32 {
 		return uniform(tensorSeed(seed, name), outputs*inputs, std/math.Sqrt(float64(inputs)))
 	}
@@ -93,10 +97,10 @@ func (m *Model) seedWeights(seed [32]byte) {
 		m.layers = append(m.layers, layer{
 			attnNorm: ones(hidden),
 			mlpNorm:  ones(hidden),
-			q:        matrix(p+"q", q, hidden, 1.7),
-			k:        matrix(p+"k", kv, hidden, 1.7),
-			v:        matrix(p+"v", kv, hidden, 1.7),
-			o:        matrix(p+"o", hidden, q, 1.7),
+			q:        matrix(p+"q", q, hidden, 9.6),
+			k:        matrix(p+"k", kv, hidden, 0.3),
+			v:        matrix(p+"v", kv, hidden, 0.3),
+			o:        matrix(p+"o", hidden, q, 9.6),
 			gate:     matrix(p+"gate", inter, hidden, 0.9),
 			up:       matrix(p+"up", inter, hidden, 0.9),
 			down:     matrix(p+"down", hidden, inter, 1.3),
