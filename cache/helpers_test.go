@@ -78,3 +78,8 @@ func pass(d time.Duration) {
 	<-time.After(d)
 	synctest.Wait()
 }
+
+const (
+	settleTime = 5 * time.Second
+	settleStep = time.Millisecond
+)

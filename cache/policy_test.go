@@ -5,7 +5,6 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -21,7 +20,7 @@ func settled(t testing.TB, c *Cache) {
 		c.mu.RLock()
 		defer c.mu.RUnlock()
 		return !c.unsettled()
-	}, 5*time.Second, time.Millisecond)
+	}, settleTime, settleStep)
 }
 
 // balanced checks that every byte is accounted for, in a cache without slots
