@@ -1,0 +1,86 @@
+package engineport
+
+import (
+	"sort"
+
+	"membrane/cache"
+	"membrane/kvwire"
+)
+
+// EngineStatus describes one attached engine.
+type EngineStatus struct {
+	Engine      string   `json:"engine"`
+	Tenant      string   `json:"tenant"`
+	Namespace   string   `json:"namespace"`
+	Form        string   `json:"form"`
+	Layout      string   `json:"layout"`
+	PageTokens  int      `json:"page_tokens"`
+	Connections []string `json:"connections"`
+	Handles     int      `json:"handles"`
+	Leases      int      `json:"leases"`
+}
+
+// Status describes who is attached.
+type Status struct {
+	Connections int            `json:"connections"`
+	Engines     []EngineStatus `json:"engines"`
+	InboxFree   int64          `json:"inbox_free_bytes"`
+}
+
+// Status returns who is attached now.
+func (s *Server) Status() Status {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	st := Status{Connections: len(s.conns), Engines: []EngineStatus{}, InboxFree: s.inboxLeft}
+	for _, e := range s.engines {
+		es := EngineStatus{
+			Engine: e.key.name, Tenant: e.key.tenant, Namespace: e.space.Namespace().String(), Form: e.form.String(),
+			Layout: e.layout, PageTokens: e.pageTokens,
+		}
+		for rank, c := range e.ranks {
+			es.Connections = append(es.Connections, string(rank.role)+" "+kvwire.Shard{Index: rank.shard, Count: uint16(e.shards)}.String()+" on "+c.name())
+		}
+		sort.Strings(es.Connections)
+		e.mu.Lock()
+		es.Handles, es.Leases = len(e.chains), e.live
+		e.mu.Unlock()
+		st.Engines = append(st.Engines, es)
+	}
+	sort.Slice(st.Engines, func(i, k int) bool {
+		a, b := st.Engines[i], st.Engines[k]
+		return a.Tenant+"\x00"+a.Engine < b.Tenant+"\x00"+b.Engine
+	})
+	return st
+}
+
+// Counts returns the port's counters.
+func (s *Server) Counts() Counts { return s.count.snapshot() }
+
+// CacheCounts returns a cache's counters and gauges under stable names.
+func CacheCounts(c *cache.Cache) map[string]any {
+	s := c.Stats()
+	reasons := func(r cache.ReasonCounts) map[string]uint64 {
+		out := make(map[string]uint64)
+		for i, v := range r {
+			if v > 0 {
+				out[kvwire.Reason(i).String()] = v
+			}
+		}
+		return out
+	}
+	return map[string]any{
+		"arena_bytes": c.Arena().Size(), "prefaulted_bytes": c.Arena().Prefaulted(),
+		"pages": s.Pages, "objects": s.Objects, "resident_bytes": s.ResidentBytes, "free_bytes": s.FreeBytes,
+		"window_bytes": s.WindowBytes, "policy_bytes": s.PolicyBytes, "pinned_bytes": s.PinnedBytes,
+		"quarantine_bytes": s.QuarantineBytes, "leases": s.Leases, "pins": s.Pins, "spaces": s.Spaces,
+		"lookups": s.Lookups, "hits": s.Hits, "misses": reasons(s.Misses), "puts": s.Puts, "exists": s.Exists,
+		"refused": reasons(s.Refused), "evictions": reasons(s.Evictions), "corrupt": s.Corrupt,
+		"leases_granted": s.Granted, "leases_expired": s.Expired,
+	}
+}
+
+func (c *conn) handleStats([]byte) error {
+	return c.answerJSON(map[string]any{
+		"node": c.s.cfg.Node, "engine_port": c.s.Counts(), "cache": CacheCounts(c.s.cfg.Cache),
+	})
+}
