@@ -57,12 +57,6 @@ from its id (--model-id), the same in every process.`,
 	return cmd
 }
 
-func envOr(name, def string) string {
-	if v := os.Getenv(name); v != "" {
-		return v
-	}
-	return def
-}
 
 func (f *engineFlags) load() (*llama.Model, error) {
 	var m *llama.Model
