@@ -13,7 +13,7 @@ func newBenchCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bench",
 		Short: "Measure membrane, every figure beside a ceiling of the same run",
-		Args:  cobra.NoArgs,
+		Args:  refuseArgs,
 	}
 	cmd.AddCommand(newBenchCoreCommand(), newFrameSourceCommand())
 	return cmd
@@ -33,7 +33,7 @@ the ratios round by round.
 
 Needs about 4 GiB of memory; with --quick 1 GiB.`,
 		Example: "  membrane bench core\n  membrane bench core --json > core.json",
-		Args:    cobra.NoArgs,
+		Args:    refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			opts.Version = version
 			opts.Progress = progress(cmd.ErrOrStderr())
@@ -66,7 +66,7 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 // benchmarks start as a process of its own.
 func newFrameSourceCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "frame-source", Hidden: true, Args: cobra.NoArgs,
+		Use: "frame-source", Hidden: true, Args: refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return bench.FrameSource(cmd.InOrStdin(), cmd.OutOrStdout())
 		},

@@ -25,7 +25,7 @@ workload runs, and one sidecar is killed while requests are under way.
 
 The exit status is 0 only if everything was as promised.`,
 		Example: "  membrane demo\n  membrane demo --json\n  membrane demo --keep",
-		Args:    cobra.NoArgs,
+		Args:    refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			opts := bench.DemoOptions{Progress: progress(cmd.ErrOrStderr())}
 			if keep {

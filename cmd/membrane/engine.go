@@ -37,7 +37,7 @@ The model is a Hugging Face folder (--model), or one whose weights are made
 from its id (--model-id), the same in every process.`,
 		Example: `  membrane engine --sidecar /run/membrane/engine.sock --addr 127.0.0.1:8000
   curl -s localhost:8000/v1/completions -d '{"prompt": [1,2,3,4], "max_tokens": 8}'`,
-		Args: cobra.NoArgs,
+		Args: refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd.Context()) },
 	}
 	flags := cmd.Flags()
@@ -56,7 +56,6 @@ from its id (--model-id), the same in every process.`,
 	flags.BoolVar(&f.verify, "verify", false, "have the leased bytes checked once more after they were copied")
 	return cmd
 }
-
 
 func (f *engineFlags) load() (*llama.Model, error) {
 	var m *llama.Model
