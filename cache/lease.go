@@ -1,0 +1,319 @@
+package cache
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"membrane/kvwire"
+)
+
+// ErrUnknownLease is returned for an id that this cache never gave out.
+var ErrUnknownLease = errors.New("unknown lease")
+
+// DoubleReleaseError is returned when a holder releases a lease twice.
+type DoubleReleaseError struct {
+	ID     uint64
+	Holder int
+}
+
+func (e *DoubleReleaseError) Error() string {
+	return fmt.Sprintf("cannot release lease %d: holder %d has released it already", e.ID, e.Holder)
+}
+
+// ClientID names who leases, for its share of the cap and for EndClient. The
+// caller gives each connection or engine its own.
+type ClientID uint64
+
+// LeaseRequest asks for the longest held prefix of some pages.
+type LeaseRequest struct {
+	Form   kvwire.Form
+	Shards int           // of one page: 1 to kvwire.MaxShards
+	Hashes []kvwire.Hash // at most kvwire.MaxBatch
+	Client ClientID
+	TTL    time.Duration // above 0, at most MaxTTL
+	// Holders is how many ranks will release the lease: 1 to kvwire.MaxShards.
+	Holders int
+	// Matched says that the caller counted these lookups with Match just
+	// before; otherwise Lease counts them.
+	Matched bool
+}
+
+func (r *LeaseRequest) check() error {
+	switch {
+	case r.Shards < 1 || r.Shards > kvwire.MaxShards:
+		return fmt.Errorf("cannot lease: Shards %d is not between 1 and %d", r.Shards, kvwire.MaxShards)
+	case len(r.Hashes) > kvwire.MaxBatch:
+		return fmt.Errorf("cannot lease: %d Hashes, above %d", len(r.Hashes), kvwire.MaxBatch)
+	case r.TTL <= 0 || r.TTL > MaxTTL:
+		return fmt.Errorf("cannot lease: TTL %v is not between 0 and %v", r.TTL, MaxTTL)
+	case r.Holders < 1 || r.Holders > kvwire.MaxShards:
+		return fmt.Errorf("cannot lease: Holders %d is not between 1 and %d", r.Holders, kvwire.MaxShards)
+	}
+	return nil
+}
+
+// Lease is pages that stay where they are until it ends.
+type Lease struct {
+	ID      uint64 // never 0 and never used again
+	Pages   int
+	Expires time.Time
+}
+
+// Lease pins the longest prefix of the hashes that is held complete in the
+// form, verifies every object and appends the locations to dst, shard by shard
+// within page by page. The reason says why the next page is not in it:
+// [kvwire.ReasonPinned] if a cap was reached, [kvwire.ReasonCorrupt] if an
+// object failed its checksum (it is quarantined then). Without any page there
+// is no lease and its ID is 0. An error means a malformed request.
+func (s *Space) Lease(req LeaseRequest, dst []Location) (Lease, []Location, kvwire.Reason, error) {
+	if err := req.check(); err != nil {
+		return Lease{}, dst, kvwire.ReasonNone, err
+	}
+	if !req.Matched {
+		s.lookedUp(req.Hashes)
+	}
+	c := s.c
+	base := len(dst)
+	now := time.Now()
+
+	c.mu.Lock()
+	if !c.enter() {
+		c.mu.Unlock()
+		return Lease{}, dst, c.miss(kvwire.ReasonDraining), nil
+	}
+	defer c.inside.Done()
+	l := c.leases.get()
+	l.form, l.shards, l.holders, l.left = req.Form, req.Shards, req.Holders, req.Holders
+	l.expires = now.Add(req.TTL)
+	cl := c.leases.client(req.Client)
+	dst, why := s.grant(l, cl, req.Hashes, dst)
+	if len(l.pages) == 0 {
+		c.leases.dropClient(cl)
+		c.leases.put(l)
+		c.mu.Unlock()
+		return Lease{}, dst, c.miss(why), nil
+	}
+	c.register(l, cl)
+	l.busy++
+	c.mu.Unlock()
+
+	if bad := c.firstCorrupt(dst[base:]); bad >= 0 {
+		why = kvwire.ReasonCorrupt
+		c.mu.Lock()
+		n := bad / req.Shards
+		c.condemn(l.pages[n], req.Form, bad%req.Shards)
+		c.shorten(l, n)
+		dst = dst[:base+n*req.Shards]
+	} else {
+		c.mu.Lock()
+	}
+	defer c.mu.Unlock()
+	out := Lease{ID: l.id, Pages: len(l.pages), Expires: l.expires}
+	if out.Pages == 0 {
+		c.end(l, endedEmpty)
+	}
+	ended := l.ended
+	c.idle(l)
+	switch {
+	case out.Pages == 0:
+		out = Lease{}
+	case ended != live:
+		out, dst, why = Lease{}, dst[:base], kvwire.ReasonExpired
+	default:
+		c.counters.granted.Add(1)
+	}
+	return out, dst, c.miss(why), nil
+}
+
+// grant pins pages for l as far as they are held and the caps allow.
+func (s *Space) grant(l *lease, cl *client, hashes []kvwire.Hash, dst []Location) ([]Location, kvwire.Reason) {
+	c := s.c
+	for i := range hashes {
+		p := s.pages[hashes[i]]
+		objs, why := p.held(l.form)
+		if why == kvwire.ReasonNone && l.shards > 0 && len(objs) != l.shards {
+			why = kvwire.ReasonLayout
+		}
+		if why == kvwire.ReasonNone && !c.mayPin(p, cl, l.bytes) {
+			why = kvwire.ReasonPinned
+		}
+		if why != kvwire.ReasonNone {
+			return dst, why
+		}
+		c.pin(p)
+		l.pages = append(l.pages, p)
+		l.bytes += p.bytes
+		if l.shards > 0 {
+			for k := range objs {
+				dst = append(dst, objs[k].location())
+			}
+		}
+	}
+	return dst, kvwire.ReasonNone
+}
+
+// shorten takes all but the first n pages out of a lease; it needs c.mu.
+func (c *Cache) shorten(l *lease, n int) {
+	for _, p := range l.pages[n:] {
+		c.unpin(p)
+	}
+	clear(l.pages[n:])
+	l.pages = l.pages[:n]
+}
+
+// firstCorrupt returns the index of the first location whose bytes are not
+// what was stored, or -1. The locations must be pinned.
+func (c *Cache) firstCorrupt(locs []Location) int {
+	for i, at := range locs {
+		if !intact(c.arena.Bytes(at.Offset, at.Length), at.Sum) {
+			c.counters.verified.Add(uint64(i + 1))
+			return i
+		}
+	}
+	c.counters.verified.Add(uint64(len(locs)))
+	return -1
+}
+
+// lookedUp tells the policy about lookups.
+func (s *Space) lookedUp(hashes []kvwire.Hash) {
+	var keys [matchStep]uint64
+	for len(hashes) > 0 {
+		n := min(len(hashes), matchStep)
+		for i := range hashes[:n] {
+			keys[i] = s.key(&hashes[i])
+		}
+		s.c.touches.add(keys[:n])
+		hashes = hashes[n:]
+	}
+}
+
+// ReleaseState says what became of a lease by the time of its release.
+type ReleaseState uint8
+
+// The states of a released lease.
+const (
+	// ReleaseLive: the pages were pinned until now.
+	ReleaseLive ReleaseState = iota + 1
+	// ReleaseExpired: the lease ended before, by its TTL or with its client,
+	// so what was copied may be other pages' bytes.
+	ReleaseExpired
+	// ReleaseCorrupt: the lease was live, but an object has not the bytes
+	// that were stored.
+	ReleaseCorrupt
+)
+
+// ReleaseResult is the answer to a release.
+type ReleaseResult struct {
+	State ReleaseState
+	// BadPage is the index in the lease of the first corrupt page when
+	// ReleaseCorrupt, and -1 otherwise.
+	BadPage int
+}
+
+// Release lets one holder (0 to Holders-1) go of a lease and says whether the
+// pages were held until now. With verify it checks every leased object again
+// first. When all holders have let go, the pages are unpinned. It fails with
+// [ErrUnknownLease] and [*DoubleReleaseError].
+func (c *Cache) Release(id uint64, holder int, verify bool) (ReleaseResult, error) {
+	res := ReleaseResult{State: ReleaseExpired, BadPage: -1}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	l := c.leases.live[id]
+	if l == nil || l.client == nil {
+		switch c.leases.fate(id) {
+		case unknown, live: // a live one here is a pin
+			return ReleaseResult{}, fmt.Errorf("cannot release lease %d: %w", id, ErrUnknownLease)
+		case endedReleased:
+			return ReleaseResult{}, &DoubleReleaseError{ID: id, Holder: holder}
+		}
+		return res, nil
+	}
+	if holder < 0 || holder >= l.holders {
+		return ReleaseResult{}, fmt.Errorf("cannot release lease %d: holder %d is not between 0 and %d", id, holder, l.holders-1)
+	}
+	if l.released.has(holder) {
+		return ReleaseResult{}, &DoubleReleaseError{ID: id, Holder: holder}
+	}
+	if !time.Now().Before(l.expires) {
+		c.expireLease(l)
+		return res, nil
+	}
+	l.released.set(holder)
+	res.State = ReleaseLive
+	l.busy++
+	if verify && c.enter() {
+		if bad := c.verifyLease(l); bad >= 0 {
+			res.State, res.BadPage = ReleaseCorrupt, bad/l.shards
+			c.condemn(l.pages[res.BadPage], l.form, bad%l.shards)
+		}
+		c.inside.Done()
+	}
+	l.left--
+	switch {
+	case l.ended != live && res.State == ReleaseLive: // during the check
+		res.State = ReleaseExpired
+	case l.ended == live && l.left == 0:
+		c.end(l, endedReleased)
+	}
+	c.idle(l)
+	return res, nil
+}
+
+// verifyLease returns the index, shard by shard within page by page, of the
+// first corrupt object of l, or -1. It lets c.mu go while it computes; l.busy
+// keeps the pages.
+func (c *Cache) verifyLease(l *lease) int {
+	locs := c.leases.scratch[:0]
+	c.leases.scratch = nil
+	for _, p := range l.pages {
+		for k := range p.formSet(l.form).objs {
+			locs = append(locs, p.formSet(l.form).objs[k].location())
+		}
+	}
+	c.mu.Unlock()
+	bad := c.firstCorrupt(locs)
+	c.mu.Lock()
+	if cap(locs) <= maxKept {
+		c.leases.scratch = locs
+	}
+	return bad
+}
+
+// Cancel ends a lease for all its holders at once. It fails with
+// [ErrUnknownLease]; a lease that ended already is no error.
+func (c *Cache) Cancel(id uint64) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if l := c.leases.live[id]; l != nil && l.client != nil {
+		c.end(l, endedCancelled)
+		return nil
+	}
+	if f := c.leases.fate(id); f == unknown || f == live {
+		return fmt.Errorf("cannot cancel lease %d: %w", id, ErrUnknownLease)
+	}
+	return nil
+}
+
+// EndClient ends all leases of a client, as when its connection is lost, and
+// returns how many those were.
+func (c *Cache) EndClient(id ClientID) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := 0
+	for cl := c.leases.clients[id]; cl != nil && cl.leases != nil; n++ {
+		c.end(cl.leases, endedCancelled)
+	}
+	return n
+}
+
+// LeaseClient returns whose lease it is, and false when it is not live.
+func (c *Cache) LeaseClient(id uint64) (ClientID, bool) {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	l := c.leases.live[id]
+	if l == nil || l.client == nil {
+		return 0, false
+	}
+	return l.client.id, true
+}

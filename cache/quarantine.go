@@ -1,0 +1,37 @@
+package cache
+
+import "membrane/kvwire"
+
+// quarantine keeps the slots of corrupt objects for inspection, up to a limit
+// and oldest first out. It is guarded by Cache.mu.
+type quarantine struct {
+	limit int64
+	bytes int64
+	slots []slot
+}
+
+func (q *quarantine) put(a *allocator, s slot) {
+	if s.size() > q.limit {
+		a.release(s)
+		return
+	}
+	for len(q.slots) > 0 && q.bytes+s.size() > q.limit {
+		q.bytes -= q.slots[0].size()
+		a.release(q.slots[0])
+		q.slots = q.slots[1:]
+	}
+	q.bytes += s.size()
+	q.slots = append(q.slots, s)
+}
+
+// condemn takes a page whose object failed its checksum out of the table and
+// marks the object. It needs c.mu and a reference on p.
+func (c *Cache) condemn(p *page, form kvwire.Form, shard int) {
+	f := p.formSet(form)
+	if f.objs[shard].bad {
+		return
+	}
+	f.objs[shard].bad = true
+	c.counters.corrupt.Add(1)
+	c.drop(p, kvwire.ReasonCorrupt)
+}
