@@ -198,7 +198,7 @@ func TestStoppedPeerEndsAtTheDeadline(t *testing.T) {
 			requireHeld(t, b, pages[:got], 1, pageBytes)
 			eventually(t, func() bool { return b.Stats().Pulling == 0 && b.cache.Stats().Held == 0 }, "something is left behind")
 			if after <= 300 {
-				require.True(t, p.isDown())
+				require.True(t, p.isDown(), "it is no candidate for a while")
 			}
 		})
 	}

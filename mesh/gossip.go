@@ -153,6 +153,10 @@ func (g *gossip) build(name string) (*serf.Serf, chan serf.Event, error) {
 	if err != nil {
 		return nil, nil, err
 	}
+	ml := conf.MemberlistConfig
+	if err := canBind(ml.BindAddr, ml.BindPort); err != nil {
+		return nil, nil, err
+	}
 	s, err := serf.Create(conf)
 	if err != nil {
 		return nil, nil, fmt.Errorf("cannot start gossip at %q: %w", g.cfg.GossipAddr, err)
@@ -162,6 +166,22 @@ func (g *gossip) build(name string) (*serf.Serf, chan serf.Event, error) {
 	g.addr = net.JoinHostPort(local.Addr.String(), strconv.Itoa(int(local.Port)))
 	g.tagsAt = time.Now()
 	return s, events, nil
+}
+
+// canBind tries the gossip port first: a serf that cannot bind leaves a
+// goroutine behind.
+func canBind(host string, port int) error {
+	addr := net.JoinHostPort(host, strconv.Itoa(port))
+	t, err := net.Listen("tcp", addr)
+	if err != nil {
+		return fmt.Errorf("cannot listen for gossip at %q: %w", addr, err)
+	}
+	_ = t.Close()
+	u, err := net.ListenPacket("udp", addr)
+	if err != nil {
+		return fmt.Errorf("cannot listen for gossip at %q: %w", addr, err)
+	}
+	return u.Close()
 }
 
 // run drains events until serf has stopped. If it stopped by itself (it does
