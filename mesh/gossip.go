@@ -35,6 +35,7 @@ type gossip struct {
 	log    zerolog.Logger
 	onUp   func(serf.Member)
 	onGone func(name string)
+	pause  func(nodes int) time.Duration // tagPause, or a test's
 
 	rebuilds atomic.Uint64
 
@@ -54,7 +55,7 @@ type gossip struct {
 
 func newGossip(cfg Config, log zerolog.Logger, tags map[string]string) *gossip {
 	return &gossip{
-		cfg: cfg, log: log, tags: tags,
+		cfg: cfg, log: log, tags: tags, pause: tagPause,
 		since: make(map[string]time.Time),
 		retag: make(chan struct{}, 1),
 	}
@@ -309,7 +310,7 @@ func (g *gossip) keepTags(ctx context.Context) {
 		case <-g.retag:
 		}
 		g.mu.Lock()
-		wait := time.Until(g.tagsAt.Add(tagPause(g.serf.NumNodes())))
+		wait := time.Until(g.tagsAt.Add(g.pause(g.serf.NumNodes())))
 		g.mu.Unlock()
 		timer := time.NewTimer(wait)
 		select {
