@@ -54,6 +54,7 @@ type core struct {
 	memcpy, tcp, ping, chain16, chain128   samples
 	match16us, match128us, leaseUS, leaseB samples
 	read, store, fill                      samples
+	idle                                   [2]Row
 }
 
 // Core measures the paths that everything else stands on: match, lease, read
@@ -82,6 +83,9 @@ func Core(ctx context.Context, opts CoreOptions) (Report, error) {
 	defer func() { _ = os.RemoveAll(dir) }()
 	c := &core{opts: opts, dir: dir, ids: 1}
 	defer c.close()
+	if err := c.measureIdle(ctx); err != nil {
+		return Report{}, err
+	}
 	if err := c.open(ctx); err != nil {
 		return Report{}, err
 	}
@@ -389,5 +393,6 @@ func (c *core) report() (Report, error) {
 		}
 		r.Rows = append(r.Rows, row)
 	}
+	r.Rows = append(r.Rows, c.idle[:]...)
 	return r, nil
 }
