@@ -34,7 +34,6 @@ const (
 	DefaultLease = 10 * time.Second
 
 	greetTimeout = 10 * time.Second
-	writeTimeout = 10 * time.Second
 )
 
 // FillRequest names pages that are missing here, in the order of the prompt.
@@ -73,8 +72,11 @@ type Config struct {
 	InboxBytes int64
 	// ClusterKey signs pages that are written inline; the cache's own.
 	ClusterKey []byte
-	Metrics    *metrics.Set
-	Log        zerolog.Logger
+	// WriteTimeout is the longest that an engine may take to accept an answer,
+	// or one page of a longer one. Default 10 s.
+	WriteTimeout time.Duration
+	Metrics      *metrics.Set
+	Log          zerolog.Logger
 }
 
 // Server is the engine port.
@@ -112,6 +114,9 @@ func New(cfg Config) (*Server, error) {
 	}
 	if cfg.InboxBytes == 0 {
 		cfg.InboxBytes = 256 << 20
+	}
+	if cfg.WriteTimeout == 0 {
+		cfg.WriteTimeout = 10 * time.Second
 	}
 	switch {
 	case cfg.Cache == nil:
