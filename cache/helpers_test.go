@@ -3,6 +3,8 @@ package cache
 import (
 	"encoding/binary"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -70,3 +72,14 @@ func put(t testing.TB, s *Space, i, n int) {
 	require.NoError(t, err)
 	require.True(t, res.Stored, "page %d: %+v", i, res)
 }
+
+// pass lets d go by in a synctest bubble, and what is due then happen.
+func pass(d time.Duration) {
+	<-time.After(d)
+	synctest.Wait()
+}
+
+const (
+	settleTime = 5 * time.Second
+	settleStep = time.Millisecond
+)

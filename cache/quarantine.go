@@ -11,14 +11,14 @@ type quarantine struct {
 }
 
 func (q *quarantine) put(a *allocator, s slot) {
+	if s.size() > q.limit {
+		a.release(s)
+		return
+	}
 	for len(q.slots) > 0 && q.bytes+s.size() > q.limit {
 		q.bytes -= q.slots[0].size()
 		a.release(q.slots[0])
 		q.slots = q.slots[1:]
-	}
-	if s.size() > q.limit {
-		a.release(s)
-		return
 	}
 	q.bytes += s.size()
 	q.slots = append(q.slots, s)

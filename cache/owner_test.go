@@ -1,0 +1,203 @@
+package cache
+
+import (
+	"sync/atomic"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"membrane/kvwire"
+)
+
+// scripted is a policy that does what a test says.
+type scripted struct {
+	queue   verdicts
+	onAdd   func(q *verdicts, key uint64, e entry) bool
+	touched atomic.Int64
+	deleted atomic.Int64
+}
+
+func (p *scripted) touch(uint64) { p.touched.Add(1) }
+func (p *scripted) add(key uint64, e entry, _ int64) bool {
+	return p.onAdd == nil || p.onAdd(&p.queue, key, e)
+}
+func (p *scripted) del(uint64)          { p.deleted.Add(1) }
+func (p *scripted) limit(int64)         {}
+func (p *scripted) settle()             {}
+func (p *scripted) windowOnly() bool    { return false }
+func (p *scripted) close()              {}
+func (p *scripted) verdicts() *verdicts { return &p.queue }
+
+func (p *scripted) make(_, _ int64) (policy, error) { return p, nil }
+
+const kib64 = 64 << 10
+
+// An offer that the policy drops under load leaves the page in the window.
+func TestLostOffersAreRepeated(t *testing.T) {
+	var n atomic.Int64
+	p := &scripted{onAdd: func(*verdicts, uint64, entry) bool { return n.Add(1)%3 == 0 }}
+	c := openWith(t, Config{Budget: 4 << 20}, p.make) // the window is 12 pages
+	s := space(t, c, "a")
+	for i := range 40 {
+		put(t, s, i, kib64)
+	}
+	settled(t, c)
+	for i := range 40 {
+		assert.True(t, s.Has(formA, hash(i)))
+	}
+	assert.NotZero(t, c.Stats().LostSets)
+	assert.LessOrEqual(t, c.Stats().WindowBytes, c.windowGoal)
+	balanced(t, c)
+}
+
+// Invariants 3 and 4: a victim in use goes back to the window.
+func TestVictimsInUseAreSpared(t *testing.T) {
+	p := &scripted{onAdd: func(q *verdicts, _ uint64, e entry) bool {
+		q.put(e, kvwire.ReasonRejected)
+		return true
+	}}
+	c := openWith(t, Config{Budget: 4 << 20}, p.make)
+	s := space(t, c, "a")
+	for i := range 3 {
+		put(t, s, i, kib64)
+	}
+	l, locs, _ := grantTo(t, s, 1, hashes(0, 2))
+	v, why := s.View(one, formA, hash(2), false)
+	require.Equal(t, kvwire.ReasonNone, why)
+	for i := range 200 {
+		put(t, s, 100+i, kib64)
+	}
+	settled(t, c)
+	for i := range 3 {
+		assert.True(t, s.Has(formA, hash(i)))
+	}
+	for i, at := range locs {
+		assert.Equal(t, content(i, kib64), c.Arena().Bytes(at.Offset, at.Length))
+	}
+	assert.NotZero(t, c.Stats().Reprieves)
+	balanced(t, c)
+
+	v.Close()
+	_, err := c.Release(l.ID, 0, true)
+	require.NoError(t, err)
+	for i := range 200 {
+		put(t, s, 1000+i, kib64)
+	}
+	settled(t, c)
+	for i := range 3 {
+		assert.False(t, s.Has(formA, hash(i)))
+	}
+	balanced(t, c)
+}
+
+// A verdict on a stay that is over must not hit the page's next one.
+func TestStaleVerdictsAreIgnored(t *testing.T) {
+	var held []entry
+	p := &scripted{onAdd: func(_ *verdicts, _ uint64, e entry) bool { held = append(held, e); return true }}
+	c := openWith(t, Config{Budget: 4 << 20}, p.make)
+	s := space(t, c, "a")
+	part := func(i, k int) {
+		res, err := s.Put(kvwire.Shard{Index: uint16(k), Count: 2}, formA, hash(i), content(i, kib64))
+		require.NoError(t, err)
+		require.True(t, res.Stored)
+	}
+	for i := range 16 {
+		part(i, 0)
+	}
+	settled(t, c)
+	c.mu.Lock()
+	require.NotEmpty(t, held)
+	require.EqualValues(t, 0, held[0].page.place-inPolicy)
+	c.mu.Unlock()
+	part(0, 1) // grows: back to the window, so that its cost is right
+	settled(t, c)
+	assert.NotZero(t, p.deleted.Load())
+	c.mu.Lock()
+	p.queue.put(held[0], kvwire.ReasonCapacity)
+	for _, v := range p.queue.take(nil) {
+		c.carryOut(v)
+	}
+	c.mu.Unlock()
+	assert.True(t, s.Has(formA, hash(0)))
+	balanced(t, c)
+}
+
+// A cache full of one size makes room for another.
+func TestOtherSizesFindRoom(t *testing.T) {
+	c := open(t, Config{Budget: 32 << 20})
+	s := space(t, c, "a")
+	i := 0
+	for _, n := range []int{4 << 10, 3 << 20, 100, 1 << 20, 96 << 10, 6 << 20, 4 << 10} {
+		refused := 0
+		for range max(8, 2*(32<<20)/max(n, 8<<10)) {
+			i++
+			res, err := s.Put(one, formA, hash(i), content(i, n))
+			require.NoError(t, err)
+			if !res.Stored {
+				refused++
+			}
+		}
+		assert.Zero(t, refused, "of size %d; %+v", n, c.Stats())
+	}
+	assert.NotZero(t, c.Stats().Evacuations)
+	settled(t, c)
+	balanced(t, c)
+}
+
+// Evacuation leaves what is in use alone.
+func TestEvacuationSparesWhatIsInUse(t *testing.T) {
+	c := openWith(t, Config{Budget: 1 << 20, ReserveFraction: 1e-6}, (&scripted{}).make)
+	s := space(t, c, "a")
+	for i := range 256 {
+		put(t, s, i, 4096)
+	}
+	require.Zero(t, c.Stats().FreeBytes)
+	l, locs, _ := grantTo(t, s, 1, hashes(0, 1))
+	require.Equal(t, 1, l.Pages)
+	in := locs[0].Offset
+	res, err := s.Put(one, formA, hash(1000), content(1, 1<<20))
+	require.NoError(t, err)
+	assert.Equal(t, kvwire.ReasonOverBudget, res.Reason)
+	assert.EqualValues(t, 256, c.Stats().Pages)
+	put(t, s, 1001, 512<<10)
+	assert.Equal(t, content(0, 4096), c.Arena().Bytes(in, 4096))
+	assert.EqualValues(t, 128+1, c.Stats().Pages, "no more than needed left")
+	require.NoError(t, c.Cancel(l.ID))
+	put(t, s, 1002, 1<<20)
+	assert.EqualValues(t, 1, c.Stats().Pages)
+	balanced(t, c)
+}
+
+func TestLookupsReachThePolicyWithoutWaiting(t *testing.T) {
+	p := &scripted{}
+	c := openWith(t, Config{}, p.make)
+	s := space(t, c, "a")
+	put(t, s, 0, 8)
+	s.Match(formA, hashes(0, 1000)) // found or not
+	l, _, _, err := s.Lease(LeaseRequest{Form: formA, Shards: 1, Hashes: hashes(0, 1), TTL: MaxTTL, Holders: 1, Matched: true}, nil)
+	require.NoError(t, err)
+	require.NoError(t, c.Cancel(l.ID))
+	l, _, _ = grantTo(t, s, 1, hashes(0, 10))
+	require.NoError(t, c.Cancel(l.ID))
+	s.View(one, formA, hash(5), false)
+	s.Has(formA, hash(0))
+	c.wake()
+	require.Eventually(t, func() bool { return p.touched.Load() == 1000+10+1 }, settleTime, settleStep)
+	assert.EqualValues(t, 1000, c.Stats().Lookups)
+	assert.EqualValues(t, 1, c.Stats().Hits)
+	assert.Zero(t, c.Stats().LostTouches)
+}
+
+func TestLookupsAreDroppedWhenTheOwnerIsBusy(t *testing.T) {
+	var ts touches
+	ts.init()
+	keys := make([]uint64, 1000)
+	for range 100 {
+		ts.add(keys)
+	}
+	n := uint64(0)
+	ts.drain(func(uint64) { n++ })
+	assert.EqualValues(t, 100_000, n+ts.lost)
+	assert.GreaterOrEqual(t, n, uint64(64*touchBatch))
+}
