@@ -29,6 +29,9 @@ func openWith(t testing.TB, cfg Config, maker policyMaker) *Cache {
 	if cfg.Budget == 0 {
 		cfg.Budget = 8 << 20
 	}
+	if cfg.AllocWait == 0 {
+		cfg.AllocWait = settleTime // a loaded machine must not fail a test
+	}
 	c, err := newCache(cfg, maker)
 	require.NoError(t, err)
 	t.Cleanup(func() { assert.NoError(t, c.Close()) })

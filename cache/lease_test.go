@@ -1,6 +1,7 @@
 package cache
 
 import (
+	"runtime"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -358,4 +359,36 @@ func TestPinRequestsAreChecked(t *testing.T) {
 	assert.Zero(t, p)
 	assert.Equal(t, kvwire.ReasonAbsent, why)
 	assert.ErrorIs(t, c.Unpin(7), ErrUnknownLease)
+}
+
+// A client that is lost while a lease is being verified leaves no pin behind.
+func TestEndClientDuringLease(t *testing.T) {
+	c := open(t, Config{})
+	s := space(t, c, "a")
+	put(t, s, 1, 1<<20)
+	lost := 0
+	for range 200 {
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			for c.EndClient(1) == 0 {
+				runtime.Gosched()
+			}
+		}()
+		l, locs, why := grantTo(t, s, 1, hashes(1, 2))
+		<-ended
+		if l.ID == 0 {
+			assert.Equal(t, kvwire.ReasonExpired, why)
+			assert.Empty(t, locs)
+			lost++
+		} else {
+			res, err := c.Release(l.ID, 0, false)
+			require.NoError(t, err)
+			assert.Equal(t, ReleaseExpired, res.State)
+		}
+		require.Zero(t, c.Stats().PinnedBytes)
+	}
+	assert.NotZero(t, lost)
+	require.Equal(t, 1, s.Reset())
+	assert.Equal(t, c.arena.Size(), c.Stats().FreeBytes)
 }

@@ -139,6 +139,9 @@ func (c *Cache) offer(w *workspace, maxCost int64) {
 	for _, v := range w.verdicts {
 		c.carryOut(v)
 	}
+	if len(w.lost) > 0 {
+		c.wake() // nothing else may come that would repeat the offer
+	}
 	c.serve()
 	clear(w.batch)
 	clear(w.lost)

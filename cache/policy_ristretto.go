@@ -21,9 +21,11 @@ func newPolicy(pages, limit int64) (policy, error) {
 	p := &ristrettoPolicy{}
 	var err error
 	p.cache, err = ristretto.NewCache(&ristretto.Config[uint64, entry]{
-		NumCounters:        10 * pages,
-		MaxCost:            limit,
-		BufferItems:        64,
+		NumCounters: 10 * pages,
+		MaxCost:     limit,
+		// Lookups come in batches (see touches), and ristretto drops what
+		// does not fit into three buffers at a time.
+		BufferItems:        256,
 		IgnoreInternalCost: true,
 		KeyToHash:          func(key uint64) (uint64, uint64) { return key, 0 },
 		// Never an update in place: a key that is deleted and added again

@@ -182,6 +182,9 @@ func bestHits(trace []int, pages int) float64 {
 // Invariant 3: popular pages survive scans. Without ristretto (build tag
 // noristretto) the cache is first-in first-out and this test fails.
 func TestPopularPagesSurviveScans(t *testing.T) {
+	if raceOn {
+		t.Skip("sync.Pool drops at random under the race detector, and with it what ristretto learns")
+	}
 	const n, pages = 4 << 10, 512
 	c := open(t, Config{Budget: n * pages, ExpectedPages: pages})
 	trace := zipfWithScans(120_000)

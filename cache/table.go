@@ -210,11 +210,15 @@ func (s *Space) Reset() int {
 		return 0
 	}
 	s.epoch++
-	n := len(s.pages)
 	old := s.pages
 	s.pages = make(map[kvwire.Hash]*page)
+	n := 0
 	for _, p := range old {
 		c.drop(p, kvwire.ReasonDropped)
+		if n++; n%matchStep == 0 { // nobody can find them any more: let others in
+			c.mu.Unlock()
+			c.mu.Lock()
+		}
 	}
 	c.serve()
 	c.wake()

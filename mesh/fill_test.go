@@ -1,0 +1,498 @@
+package mesh
+
+import (
+	"bytes"
+	"context"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"membrane/kvwire"
+)
+
+const pageBytes = 96 << 10
+
+// flipInArena changes a byte of the only copy of the payload in n's arena.
+func flipInArena(t testing.TB, n *node, want []byte) {
+	t.Helper()
+	a := n.cache.Arena()
+	all := a.Bytes(0, a.Size())
+	at := bytes.Index(all, want)
+	require.GreaterOrEqual(t, at, 0)
+	all[at+len(want)/2] ^= 0x10
+}
+
+func TestFillBringsThePrefix(t *testing.T) {
+	t.Parallel()
+	const shards = 2
+	a, b := pair(t, nil)
+	pages := testHashes("p", 70)
+	put(t, a, pages[:64], shards, pageBytes)
+	waitListed(t, b, "holder", pages[:64])
+	got, why := b.Fill(within(t, 10*time.Second), b.request(pages, shards))
+	require.Equal(t, 64, got)
+	require.Equal(t, kvwire.ReasonAbsent, why, "nobody has the last six")
+	requireHeld(t, b, pages[:64], shards, pageBytes)
+	s, h := b.Stats(), a.Stats()
+	require.Equal(t, uint64(64), s.Fetched)
+	require.Equal(t, uint64(64*shards*pageBytes), s.FetchBytes)
+	require.Equal(t, uint64(1), s.Pulls, "one batch read")
+	require.Equal(t, uint64(64), h.Served)
+	require.Equal(t, uint64(64*shards*pageBytes), h.ServedBytes)
+	require.Zero(t, s.Pulling)
+	require.Equal(t, 64, s.OwnPages, "what was fetched is offered to others")
+
+	got, why = b.Fill(within(t, time.Second), b.request(pages[:64], shards))
+	require.Equal(t, 64, got)
+	require.Equal(t, kvwire.ReasonNone, why)
+	require.Equal(t, uint64(1), b.Stats().Pulls, "nothing is missing, nobody is asked")
+	require.Zero(t, a.cache.Stats().Held, "no view is left")
+	require.Zero(t, b.cache.Stats().Held, "no slot is left")
+}
+
+// A miss that nobody holds costs no message.
+func TestMissThatNobodyHoldsAsksNobody(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	put(t, a, testHashes("p", 50), 1, 1000)
+	waitListed(t, b, "holder", testHashes("p", 50))
+	for i := range 20 {
+		got, why := b.Fill(within(t, time.Second), b.request(testHashes(string(rune('A'+i)), 1000), 1))
+		require.Zero(t, got)
+		require.Equal(t, kvwire.ReasonAbsent, why)
+	}
+	s := b.Stats()
+	require.Zero(t, s.Pulls)
+	require.Equal(t, uint64(20), s.Probes, "one probe each")
+	asked := a.Stats().NotServed
+	require.Zero(t, asked.Total())
+	require.Equal(t, uint64(20), s.Failures[kvwire.ReasonAbsent])
+}
+
+func TestFillOfOtherFormAsksNobody(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 2)
+	put(t, a, pages, 1, 1000)
+	waitListed(t, b, "holder", pages)
+	req := b.request(pages, 1)
+	req.Form = kvwire.Form{9}
+	got, why := b.Fill(within(t, time.Second), req)
+	require.Zero(t, got)
+	require.Equal(t, kvwire.ReasonAbsent, why)
+	require.Zero(t, b.Stats().Pulls)
+}
+
+// Another number of shards than the caller's is refused, not stored.
+func TestFillOfOtherShardsIsRefused(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 2)
+	put(t, a, pages, 2, 1000)
+	waitListed(t, b, "holder", pages)
+	got, why := b.Fill(within(t, time.Second), b.request(pages, 1))
+	require.Zero(t, got)
+	require.Equal(t, kvwire.ReasonPeer, why)
+	require.Zero(t, b.Stats().Fetched)
+	got, why = b.Fill(within(t, time.Second), b.request(pages, 0))
+	require.Zero(t, got)
+	require.Equal(t, kvwire.ReasonLayout, why)
+}
+
+func TestFlippedByteInTheHoldersArena(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 8)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	flipInArena(t, a, payload(pages[5], 0, pageBytes))
+	got, why := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	require.Equal(t, 5, got)
+	require.Equal(t, kvwire.ReasonCorrupt, why)
+	requireHeld(t, b, pages[:5], 1, pageBytes)
+	require.False(t, b.space.Has(testForm, pages[5]))
+	require.Equal(t, uint64(1), a.Stats().NotServed[kvwire.ReasonCorrupt])
+	require.Equal(t, uint64(1), b.Stats().Failures[kvwire.ReasonCorrupt])
+	require.Equal(t, uint64(1), a.cache.Stats().Corrupt, "the holder has quarantined it")
+}
+
+func TestFlippedByteOnTheWire(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 8)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	target := int64(3*pageBytes + pageBytes/2) // in page 3, whatever the frames add
+	px.bytes = func(_ int, n int64, buf []byte) {
+		if at := target - n; at >= 0 && at < int64(len(buf)) {
+			buf[at] ^= 0x40
+		}
+	}
+	b.detour(t, "holder", px.addr)
+	got, why := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	require.Equal(t, 3, got)
+	require.Equal(t, kvwire.ReasonCorrupt, why)
+	require.Equal(t, uint64(1), b.Stats().Corrupt)
+	require.False(t, b.space.Has(testForm, pages[3]))
+	requireHeld(t, b, pages[:3], 1, pageBytes)
+	// Those behind it were under way. A second try brings the rest.
+	px.bytes = nil
+	got, why = b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	require.Equal(t, 8, got)
+	require.Equal(t, kvwire.ReasonNone, why)
+	requireHeld(t, b, pages, 1, pageBytes)
+}
+
+// A corrupt page is taken from another that holds it.
+func TestCorruptPageComesFromAnother(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	c := startNode(t, "second", func(cfg *Config) { cfg.Join = []string{a.GossipAddr()} })
+	waitPeers(t, b, 2)
+	pages := testHashes("p", 8)
+	put(t, a, pages, 1, pageBytes)
+	put(t, c, pages[:6], 1, pageBytes) // shorter, so the holder is asked first
+	waitListed(t, b, "holder", pages)
+	waitListed(t, b, "second", pages[:6])
+	flipInArena(t, a, payload(pages[5], 0, pageBytes))
+	got, _ := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	require.GreaterOrEqual(t, got, 6)
+	requireHeld(t, b, pages[:6], 1, pageBytes)
+	require.Equal(t, uint64(1), c.Stats().Served)
+}
+
+// hold blocks the peer's bytes after some of them until the test ends.
+func hold(t testing.TB, px *proxy, after int64) {
+	release := make(chan struct{})
+	t.Cleanup(func() { close(release) })
+	px.bytes = func(_ int, n int64, b []byte) {
+		if n+int64(len(b)) > after {
+			<-release
+		}
+	}
+}
+
+func TestStoppedPeerEndsAtTheDeadline(t *testing.T) {
+	t.Parallel()
+	for name, after := range map[string]int64{"before the challenge": 0, "before the first page": 300, "in a page": 3*pageBytes + 40000} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			a, b := pair(t, nil)
+			pages := testHashes("p", 8)
+			put(t, a, pages, 1, pageBytes)
+			waitListed(t, b, "holder", pages)
+			px := newProxy(t, a.DataAddr())
+			hold(t, px, after)
+			p := b.detour(t, "holder", px.addr)
+			begin := time.Now()
+			got, why := b.Fill(within(t, 400*time.Millisecond), b.request(pages, 1))
+			took := time.Since(begin)
+			require.Less(t, took, 450*time.Millisecond)
+			require.GreaterOrEqual(t, took, 390*time.Millisecond)
+			require.Equal(t, kvwire.ReasonDeadline, why)
+			require.LessOrEqual(t, got, 3)
+			requireHeld(t, b, pages[:got], 1, pageBytes)
+			eventually(t, func() bool { return b.Stats().Pulling == 0 && b.cache.Stats().Held == 0 }, "something is left behind")
+			if after <= 300 {
+				require.True(t, p.isDown())
+			}
+		})
+	}
+}
+
+// While another holds the pages, a stopped peer costs half of the time.
+func TestStoppedPeerIsReplaced(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	c := startNode(t, "second", func(cfg *Config) { cfg.Join = []string{a.GossipAddr()} })
+	waitPeers(t, b, 2)
+	pages := testHashes("p", 8)
+	put(t, a, pages, 1, pageBytes)
+	put(t, c, pages[:7], 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	waitListed(t, b, "second", pages[:7])
+	px := newProxy(t, a.DataAddr())
+	hold(t, px, 2*pageBytes)
+	b.detour(t, "holder", px.addr)
+	got, _ := b.Fill(within(t, 2*time.Second), b.request(pages, 1))
+	require.Equal(t, 7, got)
+	requireHeld(t, b, pages[:7], 1, pageBytes)
+}
+
+func TestPeerKilledInMidFill(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 32)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	px.bytes = func(_ int, n int64, buf []byte) {
+		if n > 5*pageBytes {
+			px.cut()
+		}
+	}
+	p := b.detour(t, "holder", px.addr)
+	begin := time.Now()
+	got, why := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	require.Less(t, time.Since(begin), time.Second, "a lost connection is not waited for")
+	require.Equal(t, kvwire.ReasonPeer, why)
+	require.GreaterOrEqual(t, got, 3)
+	require.Less(t, got, 32)
+	requireHeld(t, b, pages[:got], 1, pageBytes)
+	require.True(t, p.isDown(), "it is no candidate for a while")
+	require.Zero(t, b.cache.Stats().Held)
+	px.bytes = nil
+	eventually(t, func() bool { return !p.isDown() }, "it is never tried again")
+	eventually(t, func() bool {
+		got, _ := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+		return got == 32
+	}, "it does not recover")
+	requireHeld(t, b, pages, 1, pageBytes)
+}
+
+// A member that gossip declares gone ends the pulls from it.
+func TestPeerThatIsGoneEndsItsPulls(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 4)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	hold(t, px, 300)
+	b.detour(t, "holder", px.addr)
+	done := make(chan kvwire.Reason, 1)
+	begin := time.Now()
+	go func() {
+		_, why := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
+		done <- why
+	}()
+	eventually(t, func() bool { return b.Stats().Pulls == 1 }, "no pull")
+	b.peers.lost("holder")
+	require.Equal(t, kvwire.ReasonPeer, <-done)
+	require.Less(t, time.Since(begin), 5*time.Second)
+}
+
+// gate lets the peer's bytes through only when it is opened.
+type gate struct {
+	once sync.Once
+	ch   chan struct{}
+}
+
+func (g *gate) open() { g.once.Do(func() { close(g.ch) }) }
+
+func gated(t testing.TB, px *proxy, after int64) *gate {
+	g := &gate{ch: make(chan struct{})}
+	t.Cleanup(g.open)
+	px.bytes = func(_ int, n int64, b []byte) {
+		if n+int64(len(b)) > after {
+			<-g.ch
+		}
+	}
+	return g
+}
+
+func TestTwoFillsOfOnePageAreOnePull(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 8)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	g := gated(t, px, 300)
+	b.detour(t, "holder", px.addr)
+	var wg sync.WaitGroup
+	var full atomic.Int32
+	fill := func(n int) {
+		wg.Go(func() {
+			if got, _ := b.Fill(within(t, 10*time.Second), b.request(pages[:n], 1)); got == n {
+				full.Add(1)
+			}
+		})
+	}
+	fill(8)
+	eventually(t, func() bool { return b.Stats().Pulls == 1 }, "no pull")
+	for i := range 10 {
+		fill(8 - i%3)
+	}
+	eventually(t, func() bool { return b.Stats().Joined >= 60 }, "the others do not wait for the same pages")
+	g.open()
+	wg.Wait()
+	require.Equal(t, int32(11), full.Load())
+	require.Equal(t, uint64(1), b.Stats().Pulls)
+	require.Equal(t, uint64(8), a.Stats().Served)
+	requireHeld(t, b, pages, 1, pageBytes)
+}
+
+// A longer prefix asks only for what is not under way.
+func TestFillAsksOnlyForWhatIsNotUnderWay(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 12)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	g := gated(t, px, 300)
+	b.detour(t, "holder", px.addr)
+	var wg sync.WaitGroup
+	wg.Go(func() { _, _ = b.Fill(within(t, 10*time.Second), b.request(pages[:8], 1)) })
+	eventually(t, func() bool { return b.Stats().Pulls == 1 }, "no pull")
+	var got int
+	wg.Go(func() { got, _ = b.Fill(within(t, 10*time.Second), b.request(pages, 1)) })
+	eventually(t, func() bool { return b.Stats().Pulling == 2 }, "no second pull")
+	g.open()
+	wg.Wait()
+	require.Equal(t, 12, got)
+	require.Equal(t, uint64(12), a.Stats().Served)
+}
+
+// The call that began a pull may give up; those that wait with it get the pages.
+func TestCancelledLeaderDoesNotFailFollowers(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 4)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	g := gated(t, px, 300)
+	b.detour(t, "holder", px.addr)
+	leader, cancel := context.WithCancel(within(t, 5*time.Second))
+	led := make(chan kvwire.Reason, 1)
+	go func() {
+		_, why := b.Fill(leader, b.request(pages, 1))
+		led <- why
+	}()
+	eventually(t, func() bool { return b.Stats().Pulls == 1 }, "no pull")
+	followed := make(chan int, 1)
+	go func() {
+		n, _ := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
+		followed <- n
+	}()
+	eventually(t, func() bool { return b.Stats().Joined == 4 }, "nobody follows")
+	cancel()
+	require.Equal(t, kvwire.ReasonDeadline, <-led)
+	g.open()
+	require.Equal(t, 4, <-followed)
+	require.Equal(t, uint64(1), b.Stats().Pulls)
+}
+
+// A follower with more time than the leader gets its pages by asking again.
+func TestFollowerOutlivesTheLeadersDeadline(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 4)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	g := gated(t, px, 300)
+	b.detour(t, "holder", px.addr)
+	led := make(chan kvwire.Reason, 1)
+	go func() {
+		_, why := b.Fill(within(t, 150*time.Millisecond), b.request(pages, 1))
+		led <- why
+	}()
+	eventually(t, func() bool { return b.Stats().Pulls == 1 }, "no pull")
+	followed := make(chan int, 1)
+	go func() {
+		n, _ := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
+		followed <- n
+	}()
+	require.Equal(t, kvwire.ReasonDeadline, <-led)
+	require.Equal(t, 1, b.Stats().Pulling, "the pull goes on for the follower")
+	g.open()
+	require.Equal(t, 4, <-followed)
+}
+
+// When nobody waits any more, the transfer ends.
+func TestAbandonedPullEnds(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 4)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	hold(t, px, pageBytes)
+	p := b.detour(t, "holder", px.addr)
+	ctx, cancel := context.WithCancel(within(t, 30*time.Second))
+	go func() {
+		eventually(t, func() bool { return b.cache.Stats().Held == 1 }, "no page under way")
+		cancel()
+	}()
+	_, why := b.Fill(ctx, b.request(pages, 1))
+	require.Equal(t, kvwire.ReasonDeadline, why)
+	eventually(t, func() bool { return b.Stats().Pulling == 0 && b.cache.Stats().Held == 0 }, "the pull goes on")
+	require.False(t, p.isDown(), "that was no fault of the peer's")
+}
+
+// The holder honours the deadline of the request: reasons instead of bytes.
+func TestHolderStopsAtTheDeadline(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 3)
+	put(t, a, pages, 1, pageBytes)
+	p := b.peerOf(t, "holder")
+	c, err := p.take(within(t, time.Second), true)
+	require.NoError(t, err)
+	defer c.close()
+	req := kvwire.BatchRead{DeadlineUS: 0, Form: testForm, Namespace: testNS, Tenant: testTenant, Hashes: pages}
+	require.NoError(t, c.send(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, req)))
+	for range pages {
+		require.Equal(t, kvwire.ReasonDeadline, readMissed(t, c).Reason)
+	}
+	require.NoError(t, endOfAnswer(c))
+	require.Equal(t, uint64(3), a.Stats().NotServed[kvwire.ReasonDeadline])
+	req.DeadlineUS, req.Tenant = 1e6, "nobody"
+	require.NoError(t, c.send(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, req)))
+	for range pages {
+		require.Equal(t, kvwire.ReasonNamespace, readMissed(t, c).Reason)
+	}
+	require.NoError(t, endOfAnswer(c))
+	require.Nil(t, a.cache.Lookup("nobody", testNS), "a question makes no space")
+}
+
+func TestFullCacheEndsTheFill(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("big", 3)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	// Everything in the reader's arena is in use.
+	var keep []interface{ Abort() }
+	for _, h := range testHashes("filler", 1<<12) {
+		sl, _, err := b.space.Reserve(kvwire.Shard{Count: 1}, testForm, h, pageBytes)
+		require.NoError(t, err)
+		if sl == nil {
+			break
+		}
+		keep = append(keep, sl)
+	}
+	got, why := b.Fill(within(t, 2*time.Second), b.request(pages, 1))
+	for _, k := range keep {
+		k.Abort()
+	}
+	require.Zero(t, got)
+	require.Equal(t, kvwire.ReasonOverBudget, why)
+	require.False(t, b.peerOf(t, "holder").isDown())
+}
+
+func TestCloseEndsFills(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 4)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	hold(t, px, 300)
+	b.detour(t, "holder", px.addr)
+	done := make(chan kvwire.Reason, 1)
+	go func() {
+		_, why := b.Fill(within(t, 30*time.Second), b.request(pages, 1))
+		done <- why
+	}()
+	eventually(t, func() bool { return b.Stats().Pulls == 1 }, "no pull")
+	b.stop()
+	require.Equal(t, kvwire.ReasonDraining, <-done)
+}

@@ -1,0 +1,146 @@
+package mesh
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/serf/serf"
+)
+
+const (
+	maxJoin      = 4 // addresses in one attempt: dead ones cost a timeout each
+	joinPauseMin = 100 * time.Millisecond
+	joinPauseMax = 10 * time.Second
+	joinRepeat   = 30 * time.Second // at most twice that, for ever: it heals partitions
+	addressLimit = 16 << 10         // bytes of an answer to GET /mesh/address
+)
+
+// keepJoined tries one target for ever: quickly until it has worked, then
+// every 30 to 60 seconds.
+func (m *Mesh) keepJoined(ctx context.Context, what string, addresses func(context.Context) ([]string, error)) {
+	pause := joinPauseMin
+	said := ""
+	for {
+		wait := pause/2 + rand.N(pause)
+		err := m.joinOnce(ctx, addresses)
+		if err == nil {
+			wait, pause, said = joinRepeat+rand.N(joinRepeat), joinPauseMin, ""
+		} else {
+			m.counters.joinFailures.Add(1)
+			if text := err.Error(); text != said && ctx.Err() == nil {
+				m.log.Warn().Err(err).Str("target", what).Msg("cannot join yet, will try on")
+				said = text
+			}
+			pause = min(2*pause, joinPauseMax)
+		}
+		timer := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return
+		case <-timer.C:
+		}
+	}
+}
+
+func (m *Mesh) joinOnce(ctx context.Context, addresses func(context.Context) ([]string, error)) error {
+	found, err := addresses(ctx)
+	if err != nil {
+		return err
+	}
+	s, _, own := m.gossip.current()
+	known := map[string]bool{own: true}
+	for _, mb := range s.Members() {
+		if mb.Status == serf.StatusAlive {
+			known[net.JoinHostPort(mb.Addr.String(), strconv.Itoa(int(mb.Port)))] = true
+		}
+	}
+	found = slices.DeleteFunc(found, func(a string) bool { return known[a] })
+	if len(found) == 0 {
+		return nil
+	}
+	rand.Shuffle(len(found), func(i, j int) { found[i], found[j] = found[j], found[i] })
+	if _, err := s.Join(found[:min(len(found), maxJoin)], true); err != nil {
+		return fmt.Errorf("cannot join %q: %w", found, err)
+	}
+	return nil
+}
+
+// resolve returns the addresses behind a --join value.
+func resolve(ctx context.Context, target string) ([]string, error) {
+	host, port, err := net.SplitHostPort(target)
+	if err != nil {
+		host, port = target, strconv.Itoa(defaultGossip)
+	}
+	if net.ParseIP(host) != nil {
+		return []string{net.JoinHostPort(host, port)}, nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
+	defer cancel()
+	ips, err := net.DefaultResolver.LookupHost(ctx, host)
+	if err != nil {
+		return nil, fmt.Errorf("cannot resolve join address %q: %w", target, err)
+	}
+	for i, ip := range ips {
+		ips[i] = net.JoinHostPort(ip, port)
+	}
+	return ips, nil
+}
+
+// askAddress asks the HTTP listener of a peer for its gossip address.
+func (m *Mesh) askAddress(ctx context.Context, peer string) ([]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+peer+AddressPath, nil)
+	if err != nil {
+		return nil, fmt.Errorf("cannot ask peer %q for its address: %w", peer, err)
+	}
+	header, nonce := authorize(m.cfg.ClusterKey, http.MethodGet, AddressPath, m.Name(), time.Now())
+	req.Header.Set("Authorization", header)
+	resp, err := m.http.Do(req)
+	if err != nil {
+		return nil, fmt.Errorf("cannot ask peer %q for its address: %w", peer, err)
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, addressLimit))
+	if err != nil {
+		return nil, fmt.Errorf("cannot read the address of peer %q: %w", peer, err)
+	}
+	if resp.StatusCode != http.StatusOK {
+		if resp.StatusCode == http.StatusUnauthorized {
+			m.counters.authFailures.Add(1)
+		}
+		return nil, fmt.Errorf("cannot learn the address of peer %q: status %d", peer, resp.StatusCode)
+	}
+	a, err := checkAddress(m.cfg.ClusterKey, body, nonce)
+	if err != nil {
+		m.counters.authFailures.Add(1)
+		return nil, fmt.Errorf("peer %q: %w", peer, err)
+	}
+	if a.Node == m.Name() {
+		return nil, nil
+	}
+	return resolve(ctx, a.Gossip)
+}
+
+// startJoining starts a goroutine for each target.
+func (m *Mesh) startJoining(ctx context.Context, wg *sync.WaitGroup) {
+	for _, t := range m.cfg.Join {
+		wg.Go(func() {
+			m.keepJoined(ctx, t, func(ctx context.Context) ([]string, error) { return resolve(ctx, t) })
+		})
+	}
+	for _, p := range m.cfg.Peers {
+		wg.Go(func() {
+			m.keepJoined(ctx, p, func(ctx context.Context) ([]string, error) { return m.askAddress(ctx, p) })
+		})
+	}
+}
