@@ -26,7 +26,10 @@ func TestPrefillRefusesBadInput(t *testing.T) {
 	assert.ErrorContains(t, err, "another shape")
 	assert.Equal(t, 0, kv.Len())
 
-	_, err = loaded.Prefill(ctx, kv, make([]uint32, 2048))
+	require.NoError(t, kv.LoadWindow(0, 2040, make([]byte, loaded.PageBytes(2040))))
+	_, err = loaded.Prefill(ctx, kv, make([]uint32, 9))
+	assert.ErrorContains(t, err, "2048 positions")
+	_, err = loaded.Prefill(ctx, kv, make([]uint32, 8))
 	require.NoError(t, err, "exactly the limit")
 	err = loaded.Greedy(ctx, kv, make([]float32, 256), 2, func(uint32) bool { return true })
 	assert.ErrorContains(t, err, "2048 positions")
@@ -51,7 +54,7 @@ func (c *stepContext) Err() error {
 // cache holds after a cancel is right.
 func TestCancelStopsBetweenLayers(t *testing.T) {
 	t.Parallel()
-	m := generated(t, WithLayers(2))
+	m := generated(t, WithLayers(2), WithHidden(64))
 	ids := prompt(200)
 	straight := m.NewKV(64)
 	want := prefill(t, m, straight, ids)

@@ -1,6 +1,9 @@
 package llama
 
 import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
 	"math"
 	"strings"
 	"sync"
@@ -10,14 +13,29 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestGeneratedModelIsFixed pins the tokens and the weights id of one model:
-// engines of different builds share KV under that id, so it must change with
-// the weights.
+// TestGeneratedModelIsFixed pins the weights, the weights id and some tokens of
+// one model: engines of different builds share KV under that id, so whoever
+// changes the weights must change the version in the id.
 func TestGeneratedModelIsFixed(t *testing.T) {
 	t.Parallel()
 	m := generated(t)
 	assert.Equal(t, "llama-3-8b", m.ID())
 	assert.Equal(t, "generated:f152bbc06f58f765f5bef5adfbc59d30bcc221f9304426f3f6e95260f6639e44", m.WeightsID())
+
+	h := sha256.New()
+	hash := func(tensors ...[]float32) {
+		for _, x := range tensors {
+			require.NoError(t, binary.Write(h, binary.LittleEndian, x))
+		}
+	}
+	for _, l := range m.layers {
+		hash(l.attnNorm, l.q, l.k, l.v, l.o, l.mlpNorm, l.gate, l.up, l.down)
+	}
+	embedding := make([]float32, m.Config().HiddenSize)
+	m.embed(embedding, 123456789)
+	hash(m.norm, m.head, embedding)
+	assert.Equal(t, "1f9263e5f8a772e57343ed122c6b112951e8913711b8de0239ae12869f222d8c", hex.EncodeToString(h.Sum(nil)))
+
 	kv := m.NewKV(64)
 	assert.Equal(t, []uint32{280, 828, 939, 352, 190, 522, 43, 464}, greedy(t, m, kv, prefill(t, m, kv, []uint32{1, 2, 3, 4}), 8))
 }

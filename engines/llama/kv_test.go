@@ -15,8 +15,8 @@ import (
 // threads, and wants the same bits as from one call.
 func TestChunksGiveEqualBytes(t *testing.T) {
 	t.Parallel()
-	m := generated(t, WithLayers(2))
-	ids := prompt(140)
+	m := generated(t, WithLayers(2), WithHidden(64))
+	ids := prompt(110)
 	whole := m.NewKV(64)
 	logits := prefill(t, m, whole, ids)
 	want := whole.Window(0, len(ids))
@@ -105,7 +105,7 @@ func TestOneFlippedByteChangesTokens(t *testing.T) {
 	cold := m.NewKV(p)
 	want := greedy(t, m, cold, prefill(t, m, cold, ids), 16)
 	random := rand.New(rand.NewPCG(1, 2))
-	for range 30 {
+	for range 12 {
 		page := cold.Page(1)
 		at := random.IntN(len(page)/4)*4 + 3
 		page[at] ^= 0x40

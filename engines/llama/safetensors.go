@@ -11,7 +11,7 @@ import (
 // Limits of a safetensors header.
 const (
 	MaxHeaderBytes = 100 << 20
-	MaxTensors     = 1 << 16
+	MaxTensors     = 1 << 13 // the deepest Config needs 2,307
 	maxRank        = 8
 )
 

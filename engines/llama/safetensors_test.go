@@ -81,7 +81,7 @@ func TestParseHeaderCountsTensors(t *testing.T) {
 	require.NoError(t, err)
 	assert.Len(t, got, MaxTensors)
 	_, err = parseHeader(header(MaxTensors+1), 0)
-	assert.ErrorContains(t, err, "more than 65536 tensors")
+	assert.ErrorContains(t, err, "more than 8192 tensors")
 }
 
 // TestReadHeaderBoundsLength writes lengths that the file does not have; none

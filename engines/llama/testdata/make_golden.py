@@ -153,7 +153,9 @@ def weights(shape: Shape, rng: random.Random) -> dict[str, torch.Tensor]:
     for i in range(shape.layers):
         prefix = f"model.layers.{i}."
         out[prefix + "input_layernorm.weight"] = tensor(hidden, std=0.2, mean=1.0)
-        out[prefix + "post_attention_layernorm.weight"] = tensor(hidden, std=0.2, mean=1.0)
+        out[prefix + "post_attention_layernorm.weight"] = tensor(
+            hidden, std=0.2, mean=1.0
+        )
         out[prefix + "self_attn.q_proj.weight"] = matrix(q, hidden, 1.7)
         out[prefix + "self_attn.k_proj.weight"] = matrix(kv, hidden, 1.7)
         out[prefix + "self_attn.v_proj.weight"] = matrix(kv, hidden, 1.7)
@@ -203,11 +205,14 @@ def golden(shape: Shape, prompt: list[int], folder: Path) -> dict[str, object]:
             ids.append(int(last.argmax()))
     # Closer than this and rounding alone could choose another token.
     if margin < 1e-3:
-        raise SystemExit(f"{shape.name}: greedy margin is {margin}, choose another seed")
+        raise SystemExit(
+            f"{shape.name}: greedy margin is {margin}, choose another seed"
+        )
     return {
         "prompt": prompt,
         "logits": {
-            str(i): [float(f"{v:.7g}") for v in logits[i].tolist()] for i in shape.positions
+            str(i): [float(f"{v:.7g}") for v in logits[i].tolist()]
+            for i in shape.positions
         },
         "greedy": ids[len(prompt) :],
     }
@@ -215,7 +220,9 @@ def golden(shape: Shape, prompt: list[int], folder: Path) -> dict[str, object]:
 
 def main() -> None:
     """Makes every folder."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--medium", action="store_true")
     args = parser.parse_args()

@@ -1,0 +1,109 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --warn-undefined-variables --no-print-directory
+
+# What `membrane version` says: the nearest tag, or "dev" outside a checkout.
+VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+# How long each fuzz target runs.
+FUZZTIME ?= 10s
+# The name of the image that `make image` builds.
+IMAGE ?= membrane:$(VERSION)
+
+# Version stamps come from VERSION, so that a checkout owned by somebody else
+# builds too. Build, tools and linters share these flags and with them the
+# build cache.
+STATIC := CGO_ENABLED=0 GOFLAGS='-trimpath -buildvcs=false'
+TOOL := go tool -modfile=tools/go.mod
+# The race detector needs a C compiler. Every CI run has one.
+CC ?= cc
+RACE := $(if $(shell command -v $(CC)),-race,)
+PYTOOLS := $(CURDIR)/.venv/tools/bin
+PYTHON_DIR := engines/python
+
+.PHONY: help
+help: ## Print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: build
+build: ## Build bin/membrane, one static binary
+	$(STATIC) go build -ldflags '-s -w -X main.version=$(VERSION)' -o bin/membrane ./cmd/membrane
+
+.PHONY: demo
+demo: build ## See KV computed by one engine served to another, on this machine
+	bin/membrane demo
+
+.PHONY: test
+test: test-go test-python ## Run every test that needs no engine
+
+.PHONY: test-go
+test-go: build ## Run the Go tests with the race detector; write coverage.out
+	$(if $(RACE),,@echo 'no C compiler ($(CC)): testing without the race detector' >&2)
+	MEMBRANE_BIN='$(CURDIR)/bin/membrane' GOFLAGS=-buildvcs=false \
+	$$($(STATIC) $(TOOL) -n gotestsum) --format pkgname --format-hide-empty-pkg -- \
+		$(RACE) -shuffle=on -timeout 10m -coverpkg=./... -coverprofile=coverage.out ./...
+
+.PHONY: test-python
+test-python: pytools ## Run the Python unit tests of engines/python
+	cd $(PYTHON_DIR) && '$(PYTOOLS)/python' -m pytest -p no:cacheprovider --ignore=tests/engines tests
+
+.PHONY: test-engines
+test-engines: build ## Install the pinned engines and run them with the real sidecars
+	MEMBRANE_BIN='$(CURDIR)/bin/membrane' $(PYTHON_DIR)/tests/engines/run.sh
+
+.PHONY: bench-core
+bench-core: build ## Measure match, lease, read, store and peer fill
+	bin/membrane bench core
+
+.PHONY: lint
+lint: lint-go lint-python ## Check format, imports, docs and types; changes nothing
+
+.PHONY: lint-go
+lint-go:
+	@unformatted=$$($(STATIC) $(TOOL) gofumpt -l $(wildcard */)); \
+	if [[ -n $$unformatted ]]; then printf 'not formatted, run make fmt:\n%s\n' "$$unformatted" >&2; exit 1; fi
+	go mod tidy -diff
+	$(STATIC) go vet ./...
+	$(STATIC) $(TOOL) golangci-lint run ./...
+
+.PHONY: lint-python
+lint-python: pytools
+	'$(PYTOOLS)/ruff' check --no-cache --config tools/ruff.toml $(PYTHON_DIR)
+	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml --check $(PYTHON_DIR)
+	'$(PYTOOLS)/mypy' --config-file tools/mypy.ini $(PYTHON_DIR)
+	'$(PYTOOLS)/shellcheck' $$(git ls-files .ci '*.sh')
+
+# The environment itself lies outside the checkout, so that clones share it.
+.PHONY: pytools
+pytools:
+	@mkdir -p .venv; venv=$$(.ci/venv.sh tools tools/python-requirements.txt); ln -sfn "$$venv" .venv/tools
+
+.PHONY: fmt
+fmt: pytools ## Format Go and Python
+	$(STATIC) $(TOOL) gofumpt -w $(wildcard */)
+	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIR)
+
+.PHONY: fuzz
+fuzz: ## Run each fuzz target for FUZZTIME
+	tools/fuzz.sh $(FUZZTIME)
+
+.PHONY: cover
+cover: coverage.out ## Print coverage; fail below tools/coverage-floors.txt
+	@awk -f tools/cover.awk tools/coverage-floors.txt coverage.out
+
+coverage.out:
+	$(MAKE) test-go
+
+.PHONY: vuln
+vuln: ## Look for known vulnerabilities (reads the Go vulnerability database)
+	$(STATIC) $(TOOL) govulncheck ./...
+
+.PHONY: image
+image: ## Build the container image
+	docker build --build-arg VERSION='$(VERSION)' --tag '$(IMAGE)' .
+
+.PHONY: clean
+clean: ## Remove what the other targets made in this folder
+	rm -rf bin build coverage.out
+	find $(PYTHON_DIR) -depth -name __pycache__ -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,74 @@
+package main
+
+import (
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"membrane/bench"
+)
+
+// newBenchCommand returns `membrane bench`.
+func newBenchCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "bench",
+		Short: "Measure membrane, every figure beside a ceiling of the same run",
+		Args:  refuseArgs,
+	}
+	cmd.AddCommand(newBenchCoreCommand(), newFrameSourceCommand())
+	return cmd
+}
+
+func newBenchCoreCommand() *cobra.Command {
+	var opts bench.CoreOptions
+	var asJSON, strict bool
+	cmd := &cobra.Command{
+		Use:   "core",
+		Short: "Match, lease, shared-memory read, store and peer fill",
+		Long: `Measure the paths that everything else stands on, on sidecars of this binary
+that run as processes of their own: match, lease, read from shared memory, store
+and fill from a peer. Every round takes every figure and its ceiling (memcpy, a
+bare TCP copy, a bare hash chain, an empty request); a ratio is the median of
+the ratios round by round.
+
+Needs about 4 GiB of memory; with --quick 1 GiB.`,
+		Example: "  membrane bench core\n  membrane bench core --json > core.json",
+		Args:    refuseArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			opts.Version = version
+			opts.Progress = progress(cmd.ErrOrStderr())
+			report, err := bench.Core(cmd.Context(), opts)
+			if err != nil {
+				return err
+			}
+			write := report.WriteText
+			if asJSON {
+				write = report.WriteJSON
+			}
+			if err := write(cmd.OutOrStdout()); err != nil {
+				return err
+			}
+			if missed := report.Missed(); strict && len(missed) > 0 {
+				return fmt.Errorf("targets missed: %q", missed)
+			}
+			return nil
+		},
+	}
+	flags := cmd.Flags()
+	flags.BoolVar(&asJSON, "json", false, "print one JSON object instead of a table")
+	flags.BoolVar(&opts.Quick, "quick", false, "less memory and three rounds, to see that all rows work")
+	flags.IntVar(&opts.Rounds, "rounds", 0, "how often every figure is taken (default 15, with --quick 3)")
+	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
+	return cmd
+}
+
+// newFrameSourceCommand returns the far end of the bare TCP copy, which the
+// benchmarks start as a process of its own.
+func newFrameSourceCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "frame-source", Hidden: true, Args: refuseArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return bench.FrameSource(cmd.InOrStdin(), cmd.OutOrStdout())
+		},
+	}
+}
