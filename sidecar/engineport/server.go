@@ -36,21 +36,6 @@ const (
 	greetTimeout = 10 * time.Second
 )
 
-// FillRequest names pages that are missing here, in the order of the prompt.
-type FillRequest struct {
-	Space  *cache.Space
-	Form   kvwire.Form
-	Shards int
-	Hashes []kvwire.Hash
-}
-
-// Filler gets missing pages from other nodes. Fill returns how many of the
-// leading pages are in the space now and why the next one is not. It returns
-// at its context's deadline at the latest.
-type Filler interface {
-	Fill(ctx context.Context, r FillRequest) (pages int, why kvwire.Reason)
-}
-
 // Config is what an engine port needs. Fields without a default are required.
 type Config struct {
 	// Node and Server (program and version) are told to engines.

@@ -99,26 +99,23 @@ func (p *prompt) found(w *window, hash string) {
 
 // fetch gets missing windows from peers. A window that nobody has does not
 // keep those behind it from coming: a gap can be computed.
-func (p *prompt) fetch(ctx context.Context) error {
+func (p *prompt) fetch(ctx context.Context) {
 	if p.s.cfg.Fill == nil || p.complete() {
-		return nil
+		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, p.s.cfg.FillTimeout)
 	defer cancel()
-	var full, short []kvwire.Hash
+	missing := make(map[int][]kvwire.Hash) // by tokens: all pages of one fill are equally long
 	for _, w := range p.windows {
-		switch {
-		case w.found != nil:
-		case w.tokens == WindowTokens:
-			full = append(full, w.hash)
-		default:
-			short = append(short, w.hash)
+		if w.found == nil {
+			missing[w.tokens] = append(missing[w.tokens], w.hash)
 		}
 	}
-	// All pages of one fill are equally long, so the short one goes by itself.
-	for _, hashes := range [][]kvwire.Hash{full, short} {
+	for tokens, hashes := range missing {
 		for len(hashes) > 0 && ctx.Err() == nil {
-			n, why := p.s.cfg.Fill.Fill(ctx, engineport.FillRequest{Space: p.space, Form: p.layout.form, Shards: 1, Hashes: hashes})
+			n, why := p.s.cfg.Fill.Fill(ctx, engineport.FillRequest{
+				Space: p.space, Form: p.layout.form, Shards: 1, ObjectBytes: []int64{int64(p.model.PageBytes(tokens))}, Hashes: hashes,
+			})
 			n = min(max(n, 0), len(hashes))
 			if n == len(hashes) || why == kvwire.ReasonDraining {
 				break
@@ -129,7 +126,6 @@ func (p *prompt) fetch(ctx context.Context) error {
 	before := p.covered()
 	p.look()
 	p.s.fetched.Add(p.covered() - before)
-	return nil
 }
 
 // compute computes what is missing and stores it, and returns the number of

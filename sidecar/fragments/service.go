@@ -180,9 +180,7 @@ func (s *Service) answer(ctx context.Context, tenant, field string, tokens []int
 		return Reconstruction{}, err
 	}
 	p.look()
-	if err := p.fetch(ctx); err != nil {
-		return Reconstruction{}, err
-	}
+	p.fetch(ctx)
 	computed := 0
 	if prefill && !p.complete() {
 		if computed, err = s.compute(ctx, p); err != nil {
