@@ -54,6 +54,7 @@ func (c *conn) run() {
 	defer c.end()
 	defer func() {
 		if p := recover(); p != nil {
+			c.s.count.panics.Inc()
 			c.s.cfg.Log.Error().Interface("panic", p).Bytes("stack", debug.Stack()).Msg("an engine's request failed")
 		}
 	}()
@@ -208,14 +209,14 @@ func (c *conn) flush() error {
 	out, files := c.out, c.files
 	c.out, c.files = c.out[:0], c.files[:0]
 	if len(files) > 0 {
-		_ = c.nc.SetWriteDeadline(time.Now().Add(writeTimeout))
+		_ = c.nc.SetWriteDeadline(time.Now().Add(c.s.cfg.WriteTimeout))
 		return kvwire.SendWithFiles(c.unix, out, files...)
 	}
 	return c.write(out)
 }
 
 func (c *conn) write(b []byte) error {
-	_ = c.nc.SetWriteDeadline(time.Now().Add(writeTimeout))
+	_ = c.nc.SetWriteDeadline(time.Now().Add(c.s.cfg.WriteTimeout))
 	_, err := c.nc.Write(b)
 	return err
 }

@@ -39,6 +39,7 @@ type counters struct {
 	ops       map[kvwire.Type]*op
 	errors    map[kvwire.Code]*metrics.Counter
 	refusedID *metrics.Counter // connections of users who may not connect
+	panics    *metrics.Counter
 
 	leased                   [sources]served
 	storedPages, storedBytes *metrics.Counter
@@ -75,7 +76,7 @@ func newCounters(set *metrics.Set) *counters {
 	for c := kvwire.CodeInternal; c <= kvwire.CodeBusy; c++ {
 		n.errors[c] = counter(`errors_total{code=%q}`, c)
 	}
-	n.refusedID = counter(`connections_refused_total`)
+	n.refusedID, n.panics = counter(`connections_refused_total`), counter(`panics_total`)
 	for i, name := range sourceNames {
 		n.leased[i] = served{
 			pages:  counter(`leased_pages_total{source=%q}`, name),

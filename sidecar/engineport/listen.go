@@ -19,6 +19,11 @@ func ListenSocket(path string) (*net.UnixListener, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o750); err != nil {
 		return nil, fmt.Errorf("cannot make the directory of socket %q: %w", path, err)
 	}
+	unlock, err := lockDir(filepath.Dir(path))
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
 	if err := removeStale(path); err != nil {
 		return nil, err
 	}
@@ -31,6 +36,20 @@ func ListenSocket(path string) (*net.UnixListener, error) {
 		return nil, fmt.Errorf("cannot set the mode of socket %q: %w", path, err)
 	}
 	return l, nil
+}
+
+// lockDir keeps others that start at the same moment from taking the new
+// socket for a stale one between its making and its listening.
+func lockDir(dir string) (unlock func(), err error) {
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("cannot open directory %q: %w", dir, err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+		_ = f.Close()
+		return nil, fmt.Errorf("cannot lock directory %q: %w", dir, err)
+	}
+	return func() { _ = f.Close() }, nil
 }
 
 func removeStale(path string) error {

@@ -183,7 +183,11 @@ func (c *conn) fill(wanted []kvwire.Hash, here int, why kvwire.Reason, deadline 
 	}
 	ctx, stop := c.watch(by)
 	defer stop()
-	n, why := c.s.cfg.Fill.Fill(ctx, FillRequest{Space: e.space, Form: e.form, Shards: e.shards, Hashes: want})
+	r := FillRequest{Space: e.space, Form: e.form, Shards: e.shards, Hashes: want}
+	if e.shards == 1 { // with more, their sizes may differ and only their workers know them
+		r.ObjectBytes = []int64{c.object}
+	}
+	n, why := c.s.cfg.Fill.Fill(ctx, r)
 	n = min(max(n, 0), len(want))
 	switch {
 	case here+n == len(wanted):

@@ -60,7 +60,7 @@ func (c *conn) sendPage(id, index uint32, h kvwire.Hash) error {
 	head := kvwire.AppendHeader(c.out[:0], kvwire.Header{Type: kvwire.TypePage, ID: id, Length: uint32(kvwire.PageHeaderSize + len(object))})
 	head = kvwire.AppendPageHeader(head, p)
 	c.out = head[:0]
-	_ = c.nc.SetWriteDeadline(time.Now().Add(writeTimeout))
+	_ = c.nc.SetWriteDeadline(time.Now().Add(c.s.cfg.WriteTimeout))
 	frame := net.Buffers{head, object}
 	_, err := frame.WriteTo(c.nc)
 	return err

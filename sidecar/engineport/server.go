@@ -34,23 +34,7 @@ const (
 	DefaultLease = 10 * time.Second
 
 	greetTimeout = 10 * time.Second
-	writeTimeout = 10 * time.Second
 )
-
-// FillRequest names pages that are missing here, in the order of the prompt.
-type FillRequest struct {
-	Space  *cache.Space
-	Form   kvwire.Form
-	Shards int
-	Hashes []kvwire.Hash
-}
-
-// Filler gets missing pages from other nodes. Fill returns how many of the
-// leading pages are in the space now and why the next one is not. It returns
-// at its context's deadline at the latest.
-type Filler interface {
-	Fill(ctx context.Context, r FillRequest) (pages int, why kvwire.Reason)
-}
 
 // Config is what an engine port needs. Fields without a default are required.
 type Config struct {
@@ -73,8 +57,11 @@ type Config struct {
 	InboxBytes int64
 	// ClusterKey signs pages that are written inline; the cache's own.
 	ClusterKey []byte
-	Metrics    *metrics.Set
-	Log        zerolog.Logger
+	// WriteTimeout is the longest that an engine may take to accept an answer,
+	// or one page of a longer one. Default 10 s.
+	WriteTimeout time.Duration
+	Metrics      *metrics.Set
+	Log          zerolog.Logger
 }
 
 // Server is the engine port.
@@ -112,6 +99,9 @@ func New(cfg Config) (*Server, error) {
 	}
 	if cfg.InboxBytes == 0 {
 		cfg.InboxBytes = 256 << 20
+	}
+	if cfg.WriteTimeout == 0 {
+		cfg.WriteTimeout = 10 * time.Second
 	}
 	switch {
 	case cfg.Cache == nil:

@@ -1,0 +1,117 @@
+package engineport
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"membrane/kvwire"
+)
+
+// fillFunc is a peer.
+type fillFunc func(ctx context.Context, r FillRequest) (int, kvwire.Reason)
+
+func (f fillFunc) Fill(ctx context.Context, r FillRequest) (int, kvwire.Reason) { return f(ctx, r) }
+
+func TestMissingPagesComeFromPeers(t *testing.T) {
+	t.Parallel()
+	p := newPort(t, func(c *Config) {
+		c.Fill = fillFunc(func(_ context.Context, r FillRequest) (int, kvwire.Reason) {
+			for i, h := range r.Hashes[:2] {
+				_, err := r.Space.Put(kvwire.Shard{Count: uint16(r.Shards)}, r.Form, h, bytesOf(i))
+				if err != nil {
+					return i, kvwire.ReasonPeer
+				}
+			}
+			return 2, kvwire.ReasonAbsent
+		})
+	})
+	c := attach(t, p.socket, registration("e"))
+	prompt := tokens(64*4, 0)
+	local := match(t, c, kvwire.Match{Tokens: prompt, Flags: kvwire.MatchLocal, DeadlineUS: 1e6})
+	assert.Zero(t, local.Pages)
+	store(t, c, local.Handle, 1)
+
+	l := match(t, c, kvwire.Match{Tokens: prompt, DeadlineUS: 1e6})
+	assert.EqualValues(t, 3, l.Pages)
+	assert.EqualValues(t, 2, l.FromPeers)
+	assert.Equal(t, kvwire.ReasonAbsent, l.Reason)
+	n := p.Counts()
+	assert.Equal(t, Served{Pages: 1, Tokens: 64, Bytes: object}, n.LeasedLocal)
+	assert.Equal(t, Served{Pages: 2, Tokens: 128, Bytes: 2 * object}, n.LeasedPeer)
+	assert.EqualValues(t, 4+1, n.MissedPages["absent"])
+}
+
+func TestMatchAnswersByItsDeadline(t *testing.T) {
+	t.Parallel()
+	p := newPort(t, func(c *Config) {
+		c.Fill = fillFunc(func(ctx context.Context, _ FillRequest) (int, kvwire.Reason) {
+			<-ctx.Done()
+			return 0, kvwire.ReasonDeadline
+		})
+	})
+	c := attach(t, p.socket, registration("e"))
+	store(t, c, match(t, c, kvwire.Match{Tokens: tokens(64, 0)}).Handle, 1)
+	for _, limit := range []time.Duration{5 * time.Millisecond, 60 * time.Millisecond} {
+		began := time.Now()
+		l := match(t, c, kvwire.Match{Tokens: tokens(128, 0), DeadlineUS: uint32(limit.Microseconds())})
+		assert.Less(t, time.Since(began), limit+50*time.Millisecond)
+		assert.Greater(t, time.Since(began), limit/2)
+		assert.EqualValues(t, 1, l.Pages)
+		assert.Equal(t, kvwire.ReasonDeadline, l.Reason)
+	}
+	// What was read while it waited is not lost.
+	require.NoError(t, c.Ping(within(t)))
+}
+
+func TestFillEndsWithItsClient(t *testing.T) {
+	t.Parallel()
+	began, ended := make(chan struct{}), make(chan struct{})
+	p := newPort(t, func(c *Config) {
+		c.Fill = fillFunc(func(ctx context.Context, _ FillRequest) (int, kvwire.Reason) {
+			close(began)
+			<-ctx.Done()
+			close(ended)
+			return 0, kvwire.ReasonPeer
+		})
+	})
+	c := newRaw(t, "unix", p.socket)
+	_, err := c.Write(registerFrame(t, registration("e")))
+	require.NoError(t, err)
+	_, err = c.Write(frame(kvwire.TypeMatch, kvwire.AppendMatch(nil, kvwire.Match{Tokens: tokens(64, 0), DeadlineUS: 50e6})))
+	require.NoError(t, err)
+	<-began
+	require.NoError(t, c.Close())
+	<-ended
+	require.Eventually(t, func() bool { return p.Status().Connections == 0 }, timeout, tick)
+}
+
+func TestCloseEndsAFill(t *testing.T) {
+	t.Parallel()
+	began := make(chan struct{})
+	p := newPort(t, func(c *Config) {
+		c.Fill = fillFunc(func(ctx context.Context, _ FillRequest) (int, kvwire.Reason) {
+			close(began)
+			<-ctx.Done()
+			return 0, kvwire.ReasonPeer
+		})
+	})
+	c := newRaw(t, "unix", p.socket)
+	_, err := c.Write(registerFrame(t, registration("e")))
+	require.NoError(t, err)
+	_, err = c.Write(frame(kvwire.TypeMatch, kvwire.AppendMatch(nil, kvwire.Match{Tokens: tokens(64, 0), DeadlineUS: 50e6})))
+	require.NoError(t, err)
+	<-began // newPort's cleanup closes the server and waits for it
+}
+
+func TestPaceKeepsLargeLeasesWithinTheirDeadline(t *testing.T) {
+	t.Parallel()
+	var p pace
+	p.perSecond.Store(100 << 20)
+	assert.Equal(t, 1, p.pages(-time.Second, 1<<20))
+	assert.Equal(t, 1, p.pages(0, 1<<20))
+	assert.Equal(t, 50, p.pages(time.Second, 1<<20))
+}
