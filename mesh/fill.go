@@ -227,7 +227,7 @@ func (c *call) join(p *pull, deadline time.Time) {
 	c.pulls[p] = struct{}{}
 	p.waiters++
 	if deadline.After(p.deadline) {
-		p.deadline = deadline // the timer looks again when it fires
+		p.deadline = deadline
 	}
 }
 
@@ -243,7 +243,7 @@ func (c *call) leave() {
 		if time.Now().Before(p.deadline) {
 			p.cancel(errAbandoned)
 		} else {
-			p.cancel(errPullDeadline) // the pull's own timer is about to fire
+			p.cancel(errPullDeadline)
 		}
 	}
 }

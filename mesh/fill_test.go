@@ -3,6 +3,7 @@ package mesh
 import (
 	"bytes"
 	"context"
+	"net"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -274,6 +275,24 @@ func TestPeerThatIsGoneEndsItsPulls(t *testing.T) {
 	b.peers.lost("holder")
 	require.Equal(t, kvwire.ReasonPeer, <-done)
 	require.Less(t, time.Since(begin), 5*time.Second)
+}
+
+// Connections to a peer that is gone are closed.
+func TestConnectionsEndWithThePeer(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 1)
+	put(t, a, pages, 1, 1000)
+	waitListed(t, b, "holder", pages)
+	got, _ := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	require.Equal(t, 1, got)
+	p := b.peerOf(t, "holder")
+	eventually(t, func() bool { p.mu.Lock(); defer p.mu.Unlock(); return len(p.idle) == 1 }, "not kept")
+	c := p.idle[0]
+	b.peers.lost("holder")
+	_, err := c.c.Write([]byte{0})
+	require.ErrorIs(t, err, net.ErrClosed)
+	eventually(t, func() bool { return a.Stats().DataConns == 0 }, "the holder's side stays")
 }
 
 // gate lets the peer's bytes through only when it is opened.

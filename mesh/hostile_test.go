@@ -332,6 +332,43 @@ func TestLimitsOfTheDataPort(t *testing.T) {
 	require.Equal(t, kvwire.CodeTooLarge, readError(t, r).Code)
 }
 
+// A challenge that is too long is refused before its body has come.
+func TestLongChallengeIsNotWaitedFor(t *testing.T) {
+	t.Parallel()
+	n := startNode(t, "a", nil)
+	c, r := dialRaw(t, n)
+	_, err := c.Write(kvwire.AppendHeader(nil, kvwire.Header{Type: kvwire.TypeChallenge, Length: 60000}))
+	require.NoError(t, err)
+	require.Equal(t, kvwire.CodeTooLarge, readError(t, r).Code)
+}
+
+// A node does not prove itself to an answerer that has not.
+func TestAnswererMustProveItselfFirst(t *testing.T) {
+	t.Parallel()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	after := make(chan error, 1)
+	go func() {
+		c, err := ln.Accept()
+		if err != nil {
+			after <- err
+			return
+		}
+		defer c.Close()
+		h, body, _ := kvwire.ReadFrame(c, nil)
+		theirs, _ := kvwire.ParseChallenge(body)
+		ours := kvwire.Challenge{Node: "x"}
+		proof := kvwire.Proof([]byte("another"), kvwire.SideAnswerer, theirs, ours)
+		_, _ = c.Write(answerFrame(h, kvwire.AppendChallengeAnswer(nil, kvwire.ChallengeAnswer{Proof: proof, Challenge: ours})))
+		_, err = kvwire.ReadHeader(c)
+		after <- err
+	}()
+	_, err = dialData(within(t, 5*time.Second), ln.Addr().String(), "x", "me", testKey)
+	require.ErrorIs(t, err, errUnauthorized)
+	require.ErrorIs(t, <-after, io.EOF, "it hangs up without its own proof")
+}
+
 func TestConnectionsHaveALimit(t *testing.T) {
 	t.Parallel()
 	n := startNode(t, "a", func(c *Config) { c.MaxDataConns = 2 })
