@@ -382,6 +382,29 @@ func TestConnectionsHaveALimit(t *testing.T) {
 	require.Equal(t, uint64(1), n.Stats().Refusals)
 }
 
+// Those who never do the challenge leave room for those who do.
+func TestStrangersLeaveRoom(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	before := a.Stats().DataConns
+	for range maxStrangers {
+		dialRaw(t, a)
+	}
+	eventually(t, func() bool { return a.Stats().DataConns >= before+maxStrangers }, "not accepted")
+	_, r := dialRaw(t, a)
+	_, err := r.ReadByte()
+	require.Error(t, err)
+	require.Positive(t, a.Stats().Refusals)
+	pages := testHashes("p", 1)
+	put(t, a, pages, 1, 1000)
+	waitListed(t, b, "holder", pages) // over the connection that is proven
+	// Strangers are sent away after three seconds.
+	eventually(t, func() bool {
+		got, _ := b.Fill(within(t, time.Second), b.request(pages, 1))
+		return got == 1
+	}, "no room for a peer")
+}
+
 func TestIdleConnectionsEnd(t *testing.T) {
 	t.Parallel()
 	a, b := pair(t, func(c *Config) { c.IdleTimeout = 400 * time.Millisecond })

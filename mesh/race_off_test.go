@@ -6,3 +6,5 @@ import "time"
 
 // slack is how much later than its deadline a call may return.
 const slack = 50 * time.Millisecond
+
+const raceOn = false
