@@ -85,6 +85,7 @@ type demo struct {
 	engines  []demoEngine
 	client   *http.Client
 	model    *llama.Model
+	cases    []demoCase
 	result   DemoResult
 }
 
@@ -308,32 +309,31 @@ func (d *demo) reuse(ctx context.Context, engine int, counter func() (float64, e
 // demoCase is a prompt of the workload and its right answer.
 type demoCase struct{ prompt, want []uint32 }
 
-func (d *demo) cases(ctx context.Context) ([]demoCase, error) {
-	var cases []demoCase
+// makeCases computes the workload's prompts and their answers.
+func (d *demo) makeCases(ctx context.Context) error {
 	for family := range demoFamilies {
 		prefix := demoTokens(demoPrefix, uint32(50+family))
 		for i := range demoPrompts {
 			c := demoCase{prompt: append(slices.Clone(prefix), demoTokens(demoSuffix, uint32(100+family*demoPrompts+i))...)}
 			var err error
 			if c.want, err = d.reference(ctx, c.prompt); err != nil {
-				return nil, err
+				return err
 			}
-			cases = append(cases, c)
+			d.cases = append(d.cases, c)
 		}
 	}
-	return cases, nil
+	return nil
 }
 
 // workload sends prompts with shared prefixes to all engines.
 func (d *demo) workload(ctx context.Context) error {
 	d.opts.Progress(fmt.Sprintf("%d prompts that share %d prefixes, at all engines in turn", demoFamilies*demoPrompts, demoFamilies))
-	cases, err := d.cases(ctx)
-	if err != nil {
+	if err := d.makeCases(ctx); err != nil {
 		return err
 	}
 	prompt, reused := 0, 0
 	for round := range 2 {
-		for i, c := range cases {
+		for i, c := range d.cases {
 			a, err := complete(ctx, d.client, d.engines[(i+round)%demoNodes].http, c.prompt, demoMaxTokens)
 			if err != nil {
 				return err
@@ -353,10 +353,6 @@ func (d *demo) workload(ctx context.Context) error {
 
 // killOne kills the first sidecar while requests run at every engine.
 func (d *demo) killOne(ctx context.Context) error {
-	cases, err := d.cases(ctx)
-	if err != nil {
-		return err
-	}
 	var sent, right, wrong atomic.Int64
 	var killed atomic.Bool
 	var wg sync.WaitGroup
@@ -364,8 +360,8 @@ func (d *demo) killOne(ctx context.Context) error {
 	running := make(chan struct{}, demoNodes)
 	for e := range demoNodes {
 		wg.Go(func() {
-			for i := 0; i < len(cases); i++ {
-				c := cases[(i+e)%len(cases)]
+			for i := 0; i < len(d.cases); i++ {
+				c := d.cases[(i+e)%len(d.cases)]
 				if i == 1 {
 					running <- struct{}{}
 				}

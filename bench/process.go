@@ -103,8 +103,6 @@ func (p *process) log() string {
 	return p.tail.String()
 }
 
-func (p *process) pid() int { return p.cmd.Process.Pid }
-
 // kill ends the process at once and waits for it.
 func (p *process) kill() {
 	_ = p.cmd.Process.Kill()
@@ -129,34 +127,18 @@ func (p *process) stop(patience time.Duration) error {
 	return nil
 }
 
-// memory is what a process holds, in bytes.
-type memory struct{ rss, pss int64 }
-
-func (p *process) memory() (memory, error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", p.pid()))
+// memory returns the proportional set size of a process, in bytes.
+func (p *process) memory() (int64, error) {
+	kib, err := strconv.ParseInt(strings.TrimSuffix(field(fmt.Sprintf("/proc/%d/smaps_rollup", p.cmd.Process.Pid), "Pss"), " kB"), 10, 64)
 	if err != nil {
-		return memory{}, fmt.Errorf("cannot read the memory of %s: %w", p.name, err)
+		return 0, fmt.Errorf("cannot read the memory of %s: %w", p.name, err)
 	}
-	var m memory
-	for line := range strings.Lines(string(b)) {
-		f := strings.Fields(line)
-		if len(f) < 2 {
-			continue
-		}
-		kib, _ := strconv.ParseInt(f[1], 10, 64)
-		switch f[0] {
-		case "Rss:":
-			m.rss = kib << 10
-		case "Pss:":
-			m.pss = kib << 10
-		}
-	}
-	return m, nil
+	return kib << 10, nil
 }
 
 // cpu returns the processor time that a process has used, user and system.
 func (p *process) cpu() (time.Duration, error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.pid()))
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
 	if err != nil {
 		return 0, fmt.Errorf("cannot read the processor time of %s: %w", p.name, err)
 	}

@@ -124,11 +124,6 @@ func (r Row) judge(value float64, target string) (Row, error) {
 	return r, nil
 }
 
-// notRun is a row that says why it has no figure.
-func notRun(name, unit, target, why string) Row {
-	return Row{Name: name, Unit: unit, Target: &target, Why: why}
-}
-
 // WriteJSON writes the report as one JSON object.
 func (r Report) WriteJSON(w io.Writer) error {
 	enc := json.NewEncoder(w)

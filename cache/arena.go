@@ -52,7 +52,7 @@ func newArena(size int64) (*Arena, error) {
 	}
 	const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_FUTURE_WRITE | unix.F_SEAL_SEAL
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
-		unix.Munmap(a.mem)
+		_ = unix.Munmap(a.mem)
 		unix.Close(fd)
 		return nil, fmt.Errorf("cannot seal arena: %w", err)
 	}

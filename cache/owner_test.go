@@ -131,7 +131,7 @@ func TestOtherSizesFindRoom(t *testing.T) {
 	i := 0
 	for _, n := range []int{4 << 10, 3 << 20, 100, 1 << 20, 96 << 10, 6 << 20, 4 << 10} {
 		refused := 0
-		for range max(8, 2*(32<<20)/max(n, 8<<10)) {
+		for range max(8, 2*(32<<20)/max(n, 32<<10)) {
 			i++
 			res, err := s.Put(one, formA, hash(i), content(i, n))
 			require.NoError(t, err)

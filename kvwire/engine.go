@@ -505,8 +505,9 @@ func ParseRead(body []byte) (Read, error) {
 // WriteHeaderSize is the size of the fixed part of a write frame's body.
 const WriteHeaderSize = 16
 
-// Write stores one page inline: eight bytes of handle, four of page, four
-// zero, then the object. The answer is that of a commit of one page.
+// AppendWriteHeader appends the fixed part of a write frame's body, which
+// stores one page inline: eight bytes of handle, four of page, four zero. The
+// object follows it; the answer is that of a commit of one page.
 func AppendWriteHeader(b []byte, p PageRef) []byte {
 	b = binary.LittleEndian.AppendUint64(b, p.Handle)
 	b = binary.LittleEndian.AppendUint32(b, p.Page)

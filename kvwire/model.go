@@ -37,8 +37,12 @@ const maxFact = 1024
 // Validate reports the first field with a value that is not allowed.
 func (m ModelFacts) Validate() error {
 	for _, f := range []struct{ name, value string }{
-		{"weights_id", m.WeightsID}, {"dtype", m.DType}, {"rope", m.RoPE},
-		{"quantization", m.Quantization}, {"scales", m.Scales}, {"kv_epoch", m.KVEpoch},
+		{"weights_id", m.WeightsID},
+		{"dtype", m.DType},
+		{"rope", m.RoPE},
+		{"quantization", m.Quantization},
+		{"scales", m.Scales},
+		{"kv_epoch", m.KVEpoch},
 	} {
 		if len(f.value) > maxFact {
 			return Errorf(CodeTooLarge, "model."+f.name, "%d bytes are more than %d", len(f.value), maxFact)

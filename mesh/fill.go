@@ -237,8 +237,13 @@ func (c *call) leave() {
 	fs.mu.Lock()
 	defer fs.mu.Unlock()
 	for p := range c.pulls {
-		if p.waiters--; p.waiters == 0 && !p.ended {
+		if p.waiters--; p.waiters > 0 || p.ended {
+			continue
+		}
+		if time.Now().Before(p.deadline) {
 			p.cancel(errAbandoned)
+		} else {
+			p.cancel(errPullDeadline) // the pull's own timer is about to fire
 		}
 	}
 }

@@ -198,7 +198,7 @@ func TestStoppedPeerEndsAtTheDeadline(t *testing.T) {
 			requireHeld(t, b, pages[:got], 1, pageBytes)
 			eventually(t, func() bool { return b.Stats().Pulling == 0 && b.cache.Stats().Held == 0 }, "something is left behind")
 			if after <= 300 {
-				require.True(t, p.isDown())
+				require.True(t, p.isDown(), "it is no candidate for a while")
 			}
 		})
 	}
@@ -417,12 +417,14 @@ func TestAbandonedPullEnds(t *testing.T) {
 	hold(t, px, pageBytes)
 	p := b.detour(t, "holder", px.addr)
 	ctx, cancel := context.WithCancel(within(t, 30*time.Second))
+	filled := make(chan kvwire.Reason, 1)
 	go func() {
-		eventually(t, func() bool { return b.cache.Stats().Held == 1 }, "no page under way")
-		cancel()
+		_, why := b.Fill(ctx, b.request(pages, 1))
+		filled <- why
 	}()
-	_, why := b.Fill(ctx, b.request(pages, 1))
-	require.Equal(t, kvwire.ReasonDeadline, why)
+	eventually(t, func() bool { return b.cache.Stats().Held == 1 }, "no page under way")
+	cancel()
+	require.Equal(t, kvwire.ReasonDeadline, <-filled)
 	eventually(t, func() bool { return b.Stats().Pulling == 0 && b.cache.Stats().Held == 0 }, "the pull goes on")
 	require.False(t, p.isDown(), "that was no fault of the peer's")
 }

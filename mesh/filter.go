@@ -136,14 +136,14 @@ func (f *filter) skip(key, at, n int) (int, int) {
 
 // values returns the buckets and fingerprints as sorted numbers.
 func (f *filter) values(dst []uint64) []uint64 {
-	key, bucket := 0, uint64(0)
-	for at := 0; key < len(f.Fingerprints); at++ {
-		if f.Bits[at/64]>>(at%64)&1 == 0 {
-			bucket++
-			continue
+	key := 0
+	for i, w := range f.Bits {
+		for ; w != 0; w &= w - 1 {
+			// In front of a one stand as many zeros as buckets have ended.
+			bucket := i*64 + bits.TrailingZeros64(w) - key
+			dst = append(dst, uint64(bucket)<<fingerprintBits|uint64(f.Fingerprints[key]))
+			key++
 		}
-		dst = append(dst, bucket<<fingerprintBits|uint64(f.Fingerprints[key]))
-		key++
 	}
 	if !slices.IsSorted(dst) { // a peer's filter with a bucket out of order
 		slices.Sort(dst)

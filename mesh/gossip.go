@@ -35,6 +35,7 @@ type gossip struct {
 	log    zerolog.Logger
 	onUp   func(serf.Member)
 	onGone func(name string)
+	pause  func(nodes int) time.Duration // tagPause, or a test's
 
 	rebuilds atomic.Uint64
 
@@ -54,7 +55,7 @@ type gossip struct {
 
 func newGossip(cfg Config, log zerolog.Logger, tags map[string]string) *gossip {
 	return &gossip{
-		cfg: cfg, log: log, tags: tags,
+		cfg: cfg, log: log, tags: tags, pause: tagPause,
 		since: make(map[string]time.Time),
 		retag: make(chan struct{}, 1),
 	}
@@ -153,6 +154,10 @@ func (g *gossip) build(name string) (*serf.Serf, chan serf.Event, error) {
 	if err != nil {
 		return nil, nil, err
 	}
+	ml := conf.MemberlistConfig
+	if err := canBind(ml.BindAddr, ml.BindPort); err != nil {
+		return nil, nil, err
+	}
 	s, err := serf.Create(conf)
 	if err != nil {
 		return nil, nil, fmt.Errorf("cannot start gossip at %q: %w", g.cfg.GossipAddr, err)
@@ -162,6 +167,22 @@ func (g *gossip) build(name string) (*serf.Serf, chan serf.Event, error) {
 	g.addr = net.JoinHostPort(local.Addr.String(), strconv.Itoa(int(local.Port)))
 	g.tagsAt = time.Now()
 	return s, events, nil
+}
+
+// canBind tries the gossip port first: a serf that cannot bind leaves a
+// goroutine behind.
+func canBind(host string, port int) error {
+	addr := net.JoinHostPort(host, strconv.Itoa(port))
+	t, err := net.Listen("tcp", addr)
+	if err != nil {
+		return fmt.Errorf("cannot listen for gossip at %q: %w", addr, err)
+	}
+	_ = t.Close()
+	u, err := net.ListenPacket("udp", addr)
+	if err != nil {
+		return fmt.Errorf("cannot listen for gossip at %q: %w", addr, err)
+	}
+	return u.Close()
 }
 
 // run drains events until serf has stopped. If it stopped by itself (it does
@@ -289,7 +310,7 @@ func (g *gossip) keepTags(ctx context.Context) {
 		case <-g.retag:
 		}
 		g.mu.Lock()
-		wait := time.Until(g.tagsAt.Add(tagPause(g.serf.NumNodes())))
+		wait := time.Until(g.tagsAt.Add(g.pause(g.serf.NumNodes())))
 		g.mu.Unlock()
 		timer := time.NewTimer(wait)
 		select {

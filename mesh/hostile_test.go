@@ -3,6 +3,7 @@ package mesh
 import (
 	"bufio"
 	"context"
+	"errors"
 	"io"
 	"net"
 	"testing"
@@ -361,7 +362,7 @@ func TestIdleConnectionsEnd(t *testing.T) {
 		one := make([]byte, 1)
 		_ = p.idle[0].c.SetReadDeadline(time.Now().Add(time.Millisecond))
 		_, err := p.idle[0].c.Read(one)
-		return err == io.EOF
+		return errors.Is(err, io.EOF)
 	}, "the holder did not close it")
 	got, why := b.Fill(within(t, time.Second), b.request(pages, 1))
 	require.Equal(t, 2, got, why.String())

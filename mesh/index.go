@@ -12,10 +12,11 @@ import (
 // complete here, and what changed lately. It follows the cache's feed.
 type index struct {
 	epoch uint64
+	limit int // pages that are listed at most
 
 	mu       sync.Mutex
 	set      map[uint64]struct{}
-	unlisted uint64   // pages beyond kvwire.MaxDirectoryPages
+	unlisted uint64   // pages beyond limit
 	version  uint64   // counts changes, from 1
 	log      []change // changes after logFrom, up to version
 	logFrom  uint64
@@ -44,6 +45,7 @@ const (
 func newIndex() *index {
 	return &index{
 		epoch:   rand.Uint64() | 1,
+		limit:   kvwire.MaxDirectoryPages,
 		set:     make(map[uint64]struct{}),
 		version: 1, logFrom: 1,
 	}
@@ -93,7 +95,7 @@ func (ix *index) add(d uint64) {
 	if _, ok := ix.set[d]; ok {
 		return
 	}
-	if len(ix.set) >= kvwire.MaxDirectoryPages {
+	if len(ix.set) >= ix.limit {
 		ix.unlisted++
 		return
 	}

@@ -231,3 +231,29 @@ func TestTagPause(t *testing.T) {
 	require.Equal(t, 30*time.Second, tagPause(3))
 	require.Equal(t, 100*time.Second, tagPause(300))
 }
+
+// A change of tags is told, but not before the pause since the last has passed.
+func TestTagsChangeSlowly(t *testing.T) {
+	t.Parallel()
+	const pause = 300 * time.Millisecond
+	a, b := pair(t, nil)
+	a.gossip.mu.Lock()
+	a.gossip.pause = func(int) time.Duration { return pause }
+	a.gossip.mu.Unlock()
+	seen := func(want string) bool {
+		for _, m := range b.Members() {
+			if m.Name == "holder" {
+				return m.Tags["ns"] == want && m.DataAddr == a.DataAddr()
+			}
+		}
+		return false
+	}
+	a.SetTag("ns", "1")
+	eventually(t, func() bool { return seen("1") }, "not told")
+	began := time.Now()
+	a.SetTag("ns", "2")
+	a.SetTag("ns", "3") // told once, together
+	a.SetTag("ns", "3")
+	eventually(t, func() bool { return seen("3") }, "not told")
+	require.Greater(t, time.Since(began), pause/2)
+}

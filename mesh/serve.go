@@ -18,7 +18,7 @@ func (s *session) batchRead(id uint32, req kvwire.BatchRead, arrived time.Time) 
 	draining := s.d.m.closing.Load() // what has begun may still end
 	space := s.d.m.cfg.Store.Lookup(req.Tenant, req.Namespace)
 	for i, h := range req.Hashes {
-		why := kvwire.ReasonNone
+		var why kvwire.Reason
 		switch {
 		case draining:
 			why = kvwire.ReasonDraining

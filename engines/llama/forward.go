@@ -243,9 +243,14 @@ func (s *scratch) fit(c Config, rows int) {
 		buf *[]float32
 		n   int
 	}{
-		{&s.x, c.HiddenSize}, {&s.h, c.HiddenSize}, {&s.q, q}, {&s.att, q},
-		{&s.gate, c.IntermediateSize}, {&s.up, c.IntermediateSize},
-		{&s.cos, c.HeadDim / 2}, {&s.sin, c.HeadDim / 2},
+		{&s.x, c.HiddenSize},
+		{&s.h, c.HiddenSize},
+		{&s.q, q},
+		{&s.att, q},
+		{&s.gate, c.IntermediateSize},
+		{&s.up, c.IntermediateSize},
+		{&s.cos, c.HeadDim / 2},
+		{&s.sin, c.HeadDim / 2},
 	} {
 		if len(*b.buf) < rows*b.n {
 			*b.buf = make([]float32, rows*b.n)

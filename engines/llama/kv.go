@@ -32,6 +32,7 @@ func (m *Model) PageBytes(pageTokens int) int { return pageTokens * m.config.kvR
 // MaxPageTokens; callers that take it from outside check it first.
 func (m *Model) NewKV(pageTokens int) *KV {
 	if pageTokens < 1 || pageTokens > MaxPageTokens {
+		//nolint:forbidigo // a mistake of the caller's, who checks what comes from outside
 		panic(fmt.Sprintf("llama: page of %d tokens, must be from 1 to %d", pageTokens, MaxPageTokens))
 	}
 	lanes := m.config.Layers * m.config.KVHeads
