@@ -128,8 +128,11 @@ func TestTwoNodesShareFragments(t *testing.T) {
 		return b.post(t, "/reconstruct", `{"tokens":[1,2,3,4,5]}`)["coverage"] == 1.0
 	}, timeout, tick)
 	var text bytes.Buffer
-	a.writeMetrics(&text)
-	assert.Contains(t, text.String(), "membrane_peer_served_pages_total 1\n")
+	require.Eventually(t, func() bool { // counted once they are sent, which is after they have arrived
+		text.Reset()
+		a.writeMetrics(&text)
+		return strings.Contains(text.String(), "membrane_peer_served_pages_total 1\n")
+	}, timeout, tick)
 	assert.Contains(t, text.String(), `membrane_corrupt_total{where="peer"} 0`)
 	_, status := b.get(t, "/statusz")
 	assert.Equal(t, "b", status["node_id"])
