@@ -241,3 +241,14 @@ func TestFlagsComeBeforeTheEnvironment(t *testing.T) {
 	_, err = read(nil, map[string]string{"MEMBRANE_PORT": "tcp://10.0.0.1:80"})
 	require.ErrorContains(t, err, "enableServiceLinks")
 }
+
+func TestWarnings(t *testing.T) {
+	t.Parallel()
+	s := DefaultSettings()
+	s.Peers = List{"localhost:8081"}
+	assert.Empty(t, s.warnings())
+	s.Peers = List{"10.0.0.2:8080"}
+	assert.Len(t, s.warnings(), 2)
+	s.GossipAddr, s.DataAddr = "10.0.0.1", "10.0.0.1:8081"
+	assert.Empty(t, s.warnings())
+}
