@@ -2,7 +2,6 @@ package sidecar
 
 import (
 	"encoding/base64"
-	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -109,7 +108,7 @@ func TestRefusedSettings(t *testing.T) {
 		t.Helper()
 		err := check(change)
 		var e *SettingError
-		require.True(t, errors.As(err, &e), "%v", err)
+		require.ErrorAs(t, err, &e)
 		assert.Equal(t, flag, e.Flag)
 		assert.Equal(t, value, e.Value)
 		assert.Contains(t, e.Reason, reason)

@@ -2,7 +2,6 @@ package fragments
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -287,7 +286,7 @@ func TestBadRequests(t *testing.T) {
 	f := func(err error, code kvwire.Code, field, message string) {
 		t.Helper()
 		var e *kvwire.Error
-		require.True(t, errors.As(err, &e), "%v", err)
+		require.ErrorAs(t, err, &e)
 		assert.Equal(t, code, e.Code)
 		assert.Equal(t, field, e.Field)
 		assert.Contains(t, e.Message, message)
