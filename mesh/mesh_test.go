@@ -235,7 +235,7 @@ func TestTagPause(t *testing.T) {
 // A change of tags is told, but not before the pause since the last has passed.
 func TestTagsChangeSlowly(t *testing.T) {
 	t.Parallel()
-	const pause = 300 * time.Millisecond
+	const pause = time.Second
 	a, b := pair(t, nil)
 	a.gossip.mu.Lock()
 	a.gossip.pause = func(int) time.Duration { return pause }
