@@ -195,7 +195,7 @@ func TestPeersThatLie(t *testing.T) {
 			return append(out, answerFrame(kvwire.Header{Type: kvwire.TypeBatchRead, ID: id}, make([]byte, 8))...)
 		})
 		before := n.Stats()
-		got, why := n.Fill(within(t, 3*time.Second), n.request(pages, 1))
+		got, why := n.Fill(within(t, 10*time.Second), n.request(pages, 1))
 		require.Equal(t, at, got, name)
 		require.Equal(t, c.why, why, name)
 		requireHeld(t, n, pages[:at], 1, 5000)
@@ -364,7 +364,7 @@ func TestAnswererMustProveItselfFirst(t *testing.T) {
 		_, err = kvwire.ReadHeader(c)
 		after <- err
 	}()
-	_, err = dialData(within(t, 5*time.Second), ln.Addr().String(), "x", "me", testKey)
+	_, err = dialData(within(t, 10*time.Second), ln.Addr().String(), "x", "me", testKey)
 	require.ErrorIs(t, err, errUnauthorized)
 	require.ErrorIs(t, <-after, io.EOF, "it hangs up without its own proof")
 }
@@ -400,7 +400,7 @@ func TestStrangersLeaveRoom(t *testing.T) {
 	waitListed(t, b, "holder", pages) // over the connection that is proven
 	// Strangers are sent away after three seconds.
 	eventually(t, func() bool {
-		got, _ := b.Fill(within(t, time.Second), b.request(pages, 1))
+		got, _ := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 		return got == 1
 	}, "no room for a peer")
 }
@@ -411,7 +411,7 @@ func TestIdleConnectionsEnd(t *testing.T) {
 	pages := testHashes("p", 2)
 	put(t, a, pages, 1, 1000)
 	waitListed(t, b, "holder", pages)
-	got, _ := b.Fill(within(t, time.Second), b.request(pages[:1], 1))
+	got, _ := b.Fill(within(t, 10*time.Second), b.request(pages[:1], 1))
 	require.Equal(t, 1, got)
 	p := b.peerOf(t, "holder")
 	c := p.idleConn(t)
@@ -422,7 +422,7 @@ func TestIdleConnectionsEnd(t *testing.T) {
 		_, err := c.c.Read(one)
 		return err == io.EOF
 	}, "the holder did not close it")
-	got, why := b.Fill(within(t, time.Second), b.request(pages, 1))
+	got, why := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 	require.Equal(t, 2, got, why.String())
 }
 
@@ -430,9 +430,9 @@ func TestIdleConnectionsEnd(t *testing.T) {
 func TestAnotherNodeAtTheAddress(t *testing.T) {
 	t.Parallel()
 	a, b := pair(t, nil)
-	_, err := dialData(within(t, time.Second), a.DataAddr(), "somebody", b.Name(), testKey)
+	_, err := dialData(within(t, 10*time.Second), a.DataAddr(), "somebody", b.Name(), testKey)
 	require.ErrorContains(t, err, `node "holder" answers there`)
-	_, err = dialData(within(t, time.Second), a.DataAddr(), "holder", b.Name(), []byte("another"))
+	_, err = dialData(within(t, 10*time.Second), a.DataAddr(), "holder", b.Name(), []byte("another"))
 	require.ErrorIs(t, err, errUnauthorized)
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
