@@ -281,10 +281,10 @@ func TestLimitsOfTheDataPort(t *testing.T) {
 	a, b := pair(t, nil)
 	p := b.peerOf(t, "holder")
 	request := func(ty kvwire.Type, body []byte) error {
-		c, err := p.take(within(t, 10*time.Second), true)
+		c, err := p.take(within(t, time.Minute), true)
 		require.NoError(t, err)
 		defer c.close()
-		stop := c.watch(within(t, 10*time.Second))
+		stop := c.watch(within(t, time.Minute))
 		defer stop()
 		if err := c.send(ty, body); err != nil {
 			return err
@@ -306,7 +306,7 @@ func TestLimitsOfTheDataPort(t *testing.T) {
 			require.NoError(t, err)
 		}
 	}
-	batch := kvwire.BatchRead{DeadlineUS: 5e6, Form: testForm, Namespace: testNS, Tenant: string(make([]byte, kvwire.MaxTenant)), Hashes: make([]kvwire.Hash, kvwire.MaxBatch)}
+	batch := kvwire.BatchRead{DeadlineUS: 50e6, Form: testForm, Namespace: testNS, Tenant: string(make([]byte, kvwire.MaxTenant)), Hashes: make([]kvwire.Hash, kvwire.MaxBatch)}
 	require.NoError(t, request(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, batch)), "at the limit")
 	batch.Hashes = make([]kvwire.Hash, kvwire.MaxBatch+1)
 	require.Equal(t, kvwire.CodeTooLarge, kvwire.CodeOf(request(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, batch))))
