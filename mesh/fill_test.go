@@ -412,7 +412,7 @@ func TestFollowerOutlivesTheLeadersDeadline(t *testing.T) {
 	b.detour(t, "holder", px.addr)
 	led := make(chan kvwire.Reason, 1)
 	go func() {
-		_, why := b.Fill(within(t, 800*time.Millisecond), b.request(pages, 1))
+		_, why := b.Fill(within(t, 2*time.Second), b.request(pages, 1))
 		led <- why
 	}()
 	eventually(t, func() bool { return b.Stats().Pulls == 1 }, "no pull")
@@ -438,12 +438,14 @@ func TestAbandonedPullEnds(t *testing.T) {
 	hold(t, px, pageBytes)
 	p := b.detour(t, "holder", px.addr)
 	ctx, cancel := context.WithCancel(within(t, 30*time.Second))
+	done := make(chan kvwire.Reason, 1)
 	go func() {
-		eventually(t, func() bool { return b.cache.Stats().Held == 1 }, "no page under way")
-		cancel()
+		_, why := b.Fill(ctx, b.request(pages, 1))
+		done <- why
 	}()
-	_, why := b.Fill(ctx, b.request(pages, 1))
-	require.Equal(t, kvwire.ReasonDeadline, why)
+	eventually(t, func() bool { return b.cache.Stats().Held == 1 }, "no page under way")
+	cancel()
+	require.Equal(t, kvwire.ReasonDeadline, <-done)
 	eventually(t, func() bool { return b.Stats().Pulling == 0 && b.cache.Stats().Held == 0 }, "the pull goes on")
 	require.False(t, p.isDown(), "that was no fault of the peer's")
 }

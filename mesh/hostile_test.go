@@ -386,11 +386,14 @@ func TestConnectionsHaveALimit(t *testing.T) {
 func TestStrangersLeaveRoom(t *testing.T) {
 	t.Parallel()
 	a, b := pair(t, nil)
-	for range maxStrangers + 10 {
+	a.data.mu.Lock()
+	a.data.maxStrangers = 3
+	a.data.mu.Unlock()
+	for range 6 {
 		dialRaw(t, a)
 	}
 	eventually(t, func() bool { return a.Stats().Refusals > 0 }, "nobody is refused")
-	require.LessOrEqual(t, a.Stats().DataConns, maxStrangers+2)
+	require.LessOrEqual(t, a.Stats().DataConns, 3+2)
 	pages := testHashes("p", 1)
 	put(t, a, pages, 1, 1000)
 	waitListed(t, b, "holder", pages) // over the connection that is proven
