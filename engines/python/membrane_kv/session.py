@@ -103,7 +103,10 @@ class Call(Generic[_T]):
         if time.monotonic() >= self.deadline:
             self._end(None, DEADLINE)
         if not self._end(result, "") and self._late is not None:
-            self._late(result)
+            try:
+                self._late(result)
+            except Exception:
+                log.exception("membrane: cannot handle a late answer")
 
     def _end(self, result: _T | None, reason: str) -> bool:
         with self._lock:
@@ -178,6 +181,7 @@ class Session:
         self._epoch = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = threading.Event()
+        self._renew = 0
         self._changed = threading.Condition(self._lock)
         self._said = ""
         self._thread = threading.Thread(target=self._run, name="membrane-" + name, daemon=True)
@@ -217,6 +221,11 @@ class Session:
         self._ring()
         if self._thread.is_alive():
             self._thread.join(timeout)
+
+    def renew(self, epoch: int) -> None:
+        """Give everything back by closing the connection of `epoch`; another follows."""
+        self._renew = epoch
+        self._ring()
 
     def submit(
         self,
@@ -310,11 +319,17 @@ class Session:
         return self.submit(Type.RELEASE, body, wire.parse_outcome, deadline, epoch=epoch)
 
     def reserve(
-        self, epoch: int, handle: int, pages: npt.ArrayLike, deadline: float
+        self,
+        epoch: int,
+        handle: int,
+        pages: npt.ArrayLike,
+        deadline: float,
+        late: Callable[[wire.Records], None] | None = None,
     ) -> Call[wire.Records]:
-        """See Client.reserve."""
+        """See Client.reserve. `late` gets reservations that came after the deadline."""
         body = wire.pack_reserve(handle, pages)
-        return self.submit(Type.RESERVE, body, wire.parse_reservations, deadline, epoch=epoch)
+        parse = wire.parse_reservations
+        return self.submit(Type.RESERVE, body, parse, deadline, None, late, epoch)
 
     def commit(
         self,
@@ -366,7 +381,7 @@ class Session:
             self.release(lease, time.monotonic() + _CONNECT_S, epoch=epoch)
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the thread has ended
             os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
@@ -487,6 +502,8 @@ class Session:
                         for header, body in incoming.frames():
                             self._handle(header, body)
             self._check_stall()
+            if self._renew == self._epoch:
+                raise ConnectionError("closed to give reservations back")
 
     def _fill(self, client: Client, out: collections.deque[memoryview]) -> float:
         """Turn what was submitted into frames; return seconds until the next thing is due."""

@@ -28,6 +28,11 @@ _COMMIT_S = 2.0
 _RESERVE_S = 1.0
 
 
+def _inline(up: Up) -> bool:
+    """Return whether pages are stored without an inbox."""
+    return up.shared is None or not up.registered.inbox_slots
+
+
 def _trusted(up: Up | None, granted: float) -> Up | None:
     """Return the connection if it was there before `granted`.
 
@@ -195,14 +200,16 @@ class Storer:
         self._todo: collections.deque[_Chunk] = collections.deque()
         self._asked: collections.deque[_Chunk] = collections.deque()
         self._credits = 0
+        self._epoch = 0
+        self._orphans = 0
 
     def begin(self, jobs: list[StoreJob]) -> None:
         """Take the step's jobs and ask for the first slots. Returns at once."""
         self._drop_all("superseded")
         up = self._session.up
         batch = _BATCH
-        if up is not None and up.shared is not None:
-            self._credits = up.registered.inbox_slots
+        if up is not None and not _inline(up):
+            self._count_credits(up)
             batch = max(min(batch, self._credits), 1)
         for job in jobs:
             pages = len(job.block_ids) // job.blocks
@@ -214,8 +221,17 @@ class Storer:
         if self._todo and self._session.lagging:
             # It has not answered in time before: do not let the step wait for it again.
             self._drop_all(DEADLINE)
-        if self._todo and up is not None and up.shared is not None:
+        if self._todo and up is not None and not _inline(up):
             self._reserve(up.epoch)
+
+    def _count_credits(self, up: Up) -> None:
+        if self._epoch != up.epoch:
+            self._epoch, self._orphans = up.epoch, 0
+        slots = up.registered.inbox_slots
+        self._credits = slots - self._orphans
+        if 2 * self._orphans > slots:
+            # Slots that were granted too late for their step stay reserved.
+            self._session.renew(up.epoch)
 
     def finish(self) -> None:
         """Copy and commit what `begin` took. Waits until the store deadline at most."""
@@ -226,7 +242,7 @@ class Storer:
                 self._drop_all(UNREACHABLE)
             elif time.monotonic() >= deadline:
                 self._drop_all(DEADLINE)
-            elif up.shared is None:
+            elif _inline(up):
                 self._write_inline(self._todo.popleft(), up.epoch)
             elif self._asked:
                 chunk = self._asked.popleft()
@@ -242,8 +258,14 @@ class Storer:
             chunk = self._todo.popleft()
             self._credits -= chunk.pages
             until = time.monotonic() + _RESERVE_S
-            chunk.call = self._session.reserve(epoch, chunk.job.handle, chunk.index, until)
+            chunk.call = self._session.reserve(
+                epoch, chunk.job.handle, chunk.index, until, self._orphaned
+            )
             self._asked.append(chunk)
+
+    def _orphaned(self, granted: wire.Records) -> None:
+        """Count slots that nobody will write."""
+        self._orphans += int((granted["status"] == wire.Store.SLOT).sum())
 
     def _finish_chunk(self, chunk: _Chunk, up: Up, deadline: float) -> None:
         call = chunk.call
@@ -307,7 +329,9 @@ class Storer:
         for chunk in (*self._asked, *self._todo):
             self._drop(chunk.pages, reason)
             if chunk.call is not None:
-                chunk.call.fail(reason)
+                chunk.call.fail(reason)  # if it is not too late for that:
+                if chunk.call.result is not None:
+                    self._orphaned(chunk.call.result)
         self._asked.clear()
         self._todo.clear()
 

@@ -84,6 +84,7 @@ class FakeSidecar:
         self.errors: list[str] = []
         self.pages: dict[bytes, dict[int, tuple[int, int, int]]] = {}
         self.leases: dict[int, set[int]] = {}
+        self.lease_pages: dict[int, list[dict[int, tuple[int, int, int]]]] = {}
         self.chains: dict[int, Chain] = {}
         self.ranks: set[tuple[str, str, int]] = set()
         self.registered: list[dict[str, Any]] = []
@@ -107,6 +108,8 @@ class FakeSidecar:
 
     def close(self) -> None:
         """Die: every connection ends, the memory is gone for those who map it later."""
+        if self._closing:
+            return
         self._closing = True
         for listener in (self._unix, self._tcp):
             with contextlib.suppress(OSError):
@@ -281,6 +284,7 @@ class _Connection:
     def leased(self, handle: int, first: int, most: int, flags: int) -> bytes:
         sc, chain = self.sidecar, self.chain(handle)
         at, reason = b"", 0
+        held: list[dict[int, tuple[int, int, int]]] = []
         pages = 0
         for h in chain.hashes[first : first + most]:
             shards = sc.pages.get(h, {})
@@ -290,10 +294,12 @@ class _Connection:
             for shard in range(self.shards):
                 at += struct.pack("<QQQ", *shards[shard])
             pages += 1
+            held.append(shards)
         lease = 0
         if pages and not flags & wire.MATCH_PRESENCE:
             lease = sc.number()
             sc.leases[lease] = set(range(self.shards))
+            sc.lease_pages[lease] = held
             self.leases.add(lease)
         head = struct.pack(
             "<QQIIIIIHBB",
@@ -407,7 +413,13 @@ class _Connection:
         return wire.pack_json({"leases": len(self.sidecar.leases)})
 
     def on_read(self, body: bytes, fds: list[int]) -> bytes:
-        raise WireError(Code.INTERNAL, "read", "the fake sidecar does not know its leases' pages")
+        lease, first, pages = struct.unpack("<QII", body)
+        if lease not in self.sidecar.leases:
+            raise WireError(Code.UNKNOWN_LEASE, "lease", f"{lease} is not known")
+        assert pages == 1
+        offset, length, checksum = self.sidecar.lease_pages[lease][first][self.shard]
+        head = struct.pack("<IHHB7x8xQQ16x8x", 0, self.shard, self.shards, 0, length, checksum)
+        return head + self.sidecar.arena.map[offset : offset + length]
 
     def on_write(self, body: bytes, fds: list[int]) -> bytes:
         handle, page, _ = struct.unpack_from("<QII", body)
