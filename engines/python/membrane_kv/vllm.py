@@ -136,6 +136,7 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         descriptor = facts.descriptor(rank)
         registration = wire.Register(engine, role, facts.model, descriptor, slots, s.inline)
         name = f"{role}-{rank}"
+        self.recorder.note(registration=wire.parse_json(registration.pack()))
         return Session(s.places, registration, s.api_key, f"vllm {name}").start()
 
     def _start_scheduler(self, facts: Facts) -> None:

@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from conftest import BLOCK_BYTES, registration, soon
 from fake_sidecar import FakeSidecar
+from helpers import BLOCK_BYTES, registration, soon
 from membrane_kv import wire
 from membrane_kv.client import Client, Lost, endpoints
 from membrane_kv.wire import Code, Outcome, Store, Type, WireError

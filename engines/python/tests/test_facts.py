@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import eventually
+from helpers import eventually
 from membrane_kv.facts import numeric, rope_signature
 from membrane_kv.record import Recorder, hook
 from membrane_kv.settings import Settings

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import BLOCK, BLOCK_BYTES, PAGE, eventually, soon
 from fake_sidecar import FakeSidecar
+from helpers import BLOCK, BLOCK_BYTES, PAGE, eventually, soon
 from membrane_kv import wire
 from membrane_kv.jobs import Step
 from membrane_kv.record import Recorder

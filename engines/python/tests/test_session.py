@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import eventually, registration, soon
 from fake_sidecar import FakeSidecar
+from helpers import eventually, registration, soon
 from membrane_kv import wire
 from membrane_kv.session import DEADLINE, UNREACHABLE, Call, Session
 from membrane_kv.wire import Type

@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
-from conftest import eventually, registration, soon
 from fake_sidecar import FakeSidecar
+from helpers import eventually, registration, soon
 from membrane_kv.client import Client
 from membrane_kv.session import Session
 from membrane_kv.shared import Shared, Unmapped

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import registration
+from helpers import registration
 from membrane_kv import wire
 from membrane_kv.wire import Code, Reason, Type, WireError
 

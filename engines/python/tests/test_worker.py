@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import BLOCK_BYTES, LAYER_BYTES, LAYERS, eventually
 from fake_sidecar import FakeSidecar
+from helpers import BLOCK_BYTES, LAYER_BYTES, LAYERS, eventually
 from membrane_kv import wire
 from membrane_kv.jobs import LoadJob, StoreJob
 from membrane_kv.pool import Pool
