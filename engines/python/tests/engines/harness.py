@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -38,18 +40,26 @@ def eventually(condition: Callable[[], object], what: str, timeout: float = 20.0
         _PAUSE.wait(0.05)
 
 
-def free_port(host: str = "127.0.0.1", *others: str) -> int:
-    """Return a port that is free on each of the loopback addresses now."""
+_GIVEN: set[int] = set()
+
+
+def free_port(*hosts: str) -> int:
+    """Return a port that is free on loopback addresses, and that was not given out before.
+
+    Below the ports that the kernel gives to outgoing connections.
+    """
     while True:
+        port = random.randrange(20_000, 32_000)
+        if port in _GIVEN:
+            continue
         with contextlib.ExitStack() as stack:
-            s = stack.enter_context(socket.create_server((host, 0)))
-            port = int(s.getsockname()[1])
             try:
-                for other in others:
-                    stack.enter_context(socket.create_server((other, port)))
+                for host in {"127.0.0.1", *hosts}:
+                    stack.enter_context(socket.create_server((host, port)))
             except OSError:
                 continue
-            return port
+        _GIVEN.add(port)
+        return port
 
 
 def prompt(n: int, seed: int) -> list[int]:
@@ -144,7 +154,7 @@ class Sidecar(Process):
         self.socket = str(folder / f"{name}.sock")
         self.port = free_port()
         self.data_host = data_host
-        self.data_port = free_port("127.0.0.1", data_host)
+        self.data_port = free_port(data_host)
         self.gossip_port = free_port(data_host)
         self.engine_port = free_port()
         self.peers: list[str] = []
@@ -278,7 +288,7 @@ class Engine(Process):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
                 return True
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 120.0) -> dict[str, Any]:
