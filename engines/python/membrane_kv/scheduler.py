@@ -66,6 +66,7 @@ class _Request:
         self.asking_epoch = 0
         self.asked_tokens = 0
         self.was_asked = False
+        self.asked_first = 0
         self.grant: _Grant | None = None
         self.local = 0
         self.loading: LoadJob | None = None
@@ -149,8 +150,12 @@ class Scheduler:
         if computed >= most:
             return 0
         g = r.grant
+        if g is None and r.was_asked:
+            # Asked again where the engine's own hit has shrunk below what was asked for.
+            shrunk = r.page_tokens and computed // r.page_tokens < r.asked_first
+            return None if shrunk and r.handle and self._alive(r.epoch) else 0
         if g is None:
-            return 0 if r.was_asked else None
+            return None
         if not self._alive(g.epoch) or (not fresh and time.monotonic() > g.until - self._margin):
             self._give_back(r)
             return None
@@ -181,6 +186,7 @@ class Scheduler:
         deadline, server = now + wait, now + wait * _SERVER_SHARE
         r.asked_at, r.asking_epoch = now, up.epoch
         size = up.registered.page_tokens
+        r.asked_first = computed // size
         if r.handle and r.epoch == up.epoch:
             self._extend(r, num_tokens)
             first = computed // size

@@ -155,6 +155,15 @@ def test_local_hit_shrinks_while_the_request_waits(rig: Rig) -> None:
     assert set(rig.sidecar.leases) == {job.lease}
 
 
+def test_local_hit_that_shrinks_below_a_miss_is_asked_for_anew(rig: Rig) -> None:
+    rig.fill(3)
+    rig.add("a", 400)
+    assert rig.match("a", 256) == 0
+    assert rig.match("a", 256) == 0
+    assert rig.match("a", 96) == 96
+    assert rig.sidecar.seen.count(Type.LEASE) == 1
+
+
 def test_lease_that_grows_old_is_renewed(sidecar: FakeSidecar, sessions: Start) -> None:
     rig = Rig(sidecar, sessions, Settings(lease_ms=100))
     sidecar.lease_ms = 100
