@@ -14,12 +14,17 @@ NEEDED = ("MEMBRANE_BIN", "MEMBRANE_VLLM_PYTHON")
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in NEEDED:
         assert os.environ.get(name), f"{name} is not set: start the engine tests with run.sh"
-    logs = Path(os.environ.get("MEMBRANE_TEST_LOGS") or tmp_path_factory.mktemp("logs"))
-    shutil.rmtree(logs, ignore_errors=True)
-    logs.mkdir(parents=True)
+    folder = Path(os.environ.get("MEMBRANE_TEST_LOGS") or tmp_path_factory.mktemp("logs"))
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     c = Cluster(logs, tmp_path_factory.mktemp("sockets"))
     try:
         c.start()
