@@ -1,6 +1,9 @@
 package kvwire
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+	"slices"
+)
 
 // Hello is the body of a hello frame (JSON): the first message on a localhost
 // or data connection, optional on the engine socket.
@@ -194,10 +197,19 @@ func AppendLeased(b []byte, l Leased) []byte {
 	b = binary.LittleEndian.AppendUint32(b, l.FromPeers)
 	b = binary.LittleEndian.AppendUint16(b, l.Shards)
 	b = append(b, byte(l.Reason), 0)
-	for _, loc := range l.Locations {
-		b = binary.LittleEndian.AppendUint64(b, loc.Offset)
-		b = binary.LittleEndian.AppendUint64(b, loc.Length)
-		b = binary.LittleEndian.AppendUint64(b, uint64(loc.Sum))
+	return AppendLocations(b, l.Locations)
+}
+
+// AppendLocations appends locations in wire form, as they stand at the end of
+// a leased message.
+func AppendLocations(b []byte, locations []Location) []byte {
+	at := len(b)
+	b = slices.Grow(b, len(locations)*locationSize)[:at+len(locations)*locationSize]
+	for i := range locations {
+		l, out := &locations[i], b[at+i*locationSize:][:locationSize]
+		binary.LittleEndian.PutUint64(out, l.Offset)
+		binary.LittleEndian.PutUint64(out[8:], l.Length)
+		binary.LittleEndian.PutUint64(out[16:], uint64(l.Sum))
 	}
 	return b
 }
@@ -217,8 +229,15 @@ func ParseLeased(body []byte, dst []Location) (Leased, error) {
 	if d.short || n*locationSize != len(d.b) {
 		return l, Errorf(CodeBadFrame, "locations", "%d bytes do not hold %d pages of %d shards", len(d.b), l.Pages, l.Shards)
 	}
-	for range n {
-		dst = append(dst, Location{Offset: d.u64(), Length: d.u64(), Sum: Checksum(d.u64())})
+	in := d.bytes(n * locationSize)
+	at := len(dst)
+	dst = slices.Grow(dst, n)[:at+n]
+	for i := range dst[at:] {
+		b := in[i*locationSize:][:locationSize]
+		dst[at+i] = Location{
+			Offset: binary.LittleEndian.Uint64(b), Length: binary.LittleEndian.Uint64(b[8:]),
+			Sum: Checksum(binary.LittleEndian.Uint64(b[16:])),
+		}
 	}
 	l.Locations = dst
 	return l, d.end("leased")
