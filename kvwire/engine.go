@@ -156,7 +156,8 @@ type Location struct {
 	Sum    Checksum
 }
 
-const locationSize = 24
+// LocationSize is the wire size of a location, in bytes.
+const LocationSize = 24
 
 // Leased answers a match or a lease: where the pages are, and why no more.
 //
@@ -197,21 +198,18 @@ func AppendLeased(b []byte, l Leased) []byte {
 	b = binary.LittleEndian.AppendUint32(b, l.FromPeers)
 	b = binary.LittleEndian.AppendUint16(b, l.Shards)
 	b = append(b, byte(l.Reason), 0)
-	return AppendLocations(b, l.Locations)
-}
-
-// AppendLocations appends locations in wire form, as they stand at the end of
-// a leased message.
-func AppendLocations(b []byte, locations []Location) []byte {
-	at := len(b)
-	b = slices.Grow(b, len(locations)*locationSize)[:at+len(locations)*locationSize]
-	for i := range locations {
-		l, out := &locations[i], b[at+i*locationSize:][:locationSize]
-		binary.LittleEndian.PutUint64(out, l.Offset)
-		binary.LittleEndian.PutUint64(out[8:], l.Length)
-		binary.LittleEndian.PutUint64(out[16:], uint64(l.Sum))
+	b = slices.Grow(b, len(l.Locations)*LocationSize)
+	for _, loc := range l.Locations {
+		b = AppendLocation(b, loc)
 	}
 	return b
+}
+
+// AppendLocation appends one of the locations that a leased message ends with.
+func AppendLocation(b []byte, l Location) []byte {
+	b = binary.LittleEndian.AppendUint64(b, l.Offset)
+	b = binary.LittleEndian.AppendUint64(b, l.Length)
+	return binary.LittleEndian.AppendUint64(b, uint64(l.Sum))
 }
 
 // ParseLeased decodes the message; locations are appended to dst.
@@ -226,14 +224,14 @@ func ParseLeased(body []byte, dst []Location) (Leased, error) {
 	if l.Lease != 0 {
 		n = int(l.Pages) * int(l.Shards)
 	}
-	if d.short || n*locationSize != len(d.b) {
+	if d.short || n*LocationSize != len(d.b) {
 		return l, Errorf(CodeBadFrame, "locations", "%d bytes do not hold %d pages of %d shards", len(d.b), l.Pages, l.Shards)
 	}
-	in := d.bytes(n * locationSize)
+	in := d.bytes(n * LocationSize)
 	at := len(dst)
 	dst = slices.Grow(dst, n)[:at+n]
 	for i := range dst[at:] {
-		b := in[i*locationSize:][:locationSize]
+		b := in[i*LocationSize:][:LocationSize]
 		dst[at+i] = Location{
 			Offset: binary.LittleEndian.Uint64(b), Length: binary.LittleEndian.Uint64(b[8:]),
 			Sum: Checksum(binary.LittleEndian.Uint64(b[16:])),
