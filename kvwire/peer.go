@@ -104,7 +104,7 @@ func CheckProof(got, want [ProofSize]byte) bool { return hmac.Equal(got[:], want
 
 // BatchRead asks a peer for pages of one tenant, namespace and form. The
 // answer is one page frame for each page and shard, in order, then an answer
-// frame with an empty body. A page that the peer does not hold is a page frame
+// frame for [ParseBatchReadAnswer]. A page that the peer does not hold is a page frame
 // without bytes whose reason says why; it stands for all shards of that page.
 //
 //	offset  size  field

@@ -14,6 +14,7 @@ import (
 )
 
 const (
+	maxStrangers  = 64 // connections that have not done the challenge
 	handshakeTime = 3 * time.Second
 	answerTime    = 5 * time.Second        // to write what carries no page
 	writeGrace    = 500 * time.Millisecond // beyond the deadline, to end an answer
@@ -32,8 +33,9 @@ type dataPort struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 
-	mu    sync.Mutex
-	conns map[net.Conn]struct{}
+	mu     sync.Mutex
+	conns  map[net.Conn]struct{}
+	proven int // of them, those that have done the challenge
 }
 
 func newDataPort(m *Mesh) *dataPort {
@@ -84,11 +86,19 @@ func (d *dataPort) accept() {
 func (d *dataPort) enter(c net.Conn) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.ctx.Err() != nil || len(d.conns) >= d.m.cfg.MaxDataConns {
+	// Strangers may take a part of the connections only.
+	strangers := len(d.conns) - d.proven
+	if d.ctx.Err() != nil || len(d.conns) >= d.m.cfg.MaxDataConns || strangers >= maxStrangers {
 		return false
 	}
 	d.conns[c] = struct{}{}
 	return true
+}
+
+func (d *dataPort) prove(n int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.proven += n
 }
 
 func (d *dataPort) leave(c net.Conn) {
@@ -133,6 +143,10 @@ func (d *dataPort) serve(c net.Conn) {
 	s := &session{d: d, c: c, r: bufio.NewReaderSize(c, 4<<10)}
 	s.pages.c = c
 	err := s.handshake()
+	if err == nil {
+		d.prove(1)
+		defer d.prove(-1)
+	}
 	for err == nil {
 		err = s.request()
 	}

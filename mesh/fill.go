@@ -28,6 +28,9 @@ type FillRequest struct {
 // while the fill has some left.
 const maxStrikes = 3
 
+// maxProbes is how often one fill looks into the directory of one peer.
+const maxProbes = 64
+
 // Fill fetches what is missing of a prefix from peers into the local cache. It
 // returns how many leading pages were held here when it last looked, by its
 // own work, another fill's or before, and why it stopped there:
@@ -53,7 +56,7 @@ func (m *Mesh) fill(ctx context.Context, req FillRequest) (int, kvwire.Reason) {
 		ctx, cancel = context.WithTimeout(ctx, m.cfg.FillTimeout)
 		defer cancel()
 	}
-	c := &call{m: m, req: req, digests: make([]uint64, len(req.Hashes)), pulls: make(map[*pull]struct{}), strikes: make(map[string]int)}
+	c := &call{m: m, req: req, digests: make([]uint64, len(req.Hashes)), pulls: make(map[*pull]struct{}), strikes: make(map[string]int), probes: make(map[string]int)}
 	defer c.leave()
 	why := kvwire.ReasonAbsent
 	for pos := 0; ; {
@@ -101,6 +104,7 @@ type call struct {
 	digests []uint64 // 0: not computed yet
 	pulls   map[*pull]struct{}
 	strikes map[string]int // by peer; maxStrikes excludes it from this call
+	probes  map[string]int // by peer, so far
 }
 
 func (c *call) strike(f *flight) {
@@ -127,7 +131,8 @@ func (c *call) candidate(pos int) (best *peer, run int, another bool) {
 		if f == nil || c.strikes[p.name] >= maxStrikes || p.isDown() {
 			continue
 		}
-		n, probes := gallop(f.has, c.digest, pos, len(c.req.Hashes))
+		n, probes := gallop(f.has, c.digest, pos, len(c.req.Hashes), maxProbes-c.probes[p.name])
+		c.probes[p.name] += probes
 		c.m.counters.probes.Add(uint64(probes))
 		if n == 0 {
 			continue
@@ -141,25 +146,25 @@ func (c *call) candidate(pos int) (best *peer, run int, another bool) {
 }
 
 // gallop returns how many digests from pos on, up to end, are listed, as far
-// as doubling steps and then halving ones tell: about 2 log2(end-pos) probes,
-// 33 at most for [kvwire.MaxBatch] pages.
-func gallop(has func(uint64) bool, digest func(int) uint64, pos, end int) (run, probes int) {
+// as doubling steps and then halving ones tell: about 2 log2(end-pos) probes.
+// When the budget of probes is spent, it returns what it knows.
+func gallop(has func(uint64) bool, digest func(int) uint64, pos, end, budget int) (run, probes int) {
 	probe := func(i int) bool {
 		probes++
 		return has(digest(pos + i))
 	}
-	if pos >= end || !probe(0) {
+	if pos >= end || budget < 1 || !probe(0) {
 		return 0, probes
 	}
 	held, missing := 0, end-pos // offsets: known to be listed, first known not to be
-	for step := 1; held+step < missing; step *= 2 {
+	for step := 1; held+step < missing && probes < budget; step *= 2 {
 		if !probe(held + step) {
 			missing = held + step
 			break
 		}
 		held += step
 	}
-	for held+1 < missing {
+	for held+1 < missing && probes < budget {
 		if mid := (held + missing) / 2; probe(mid) {
 			held = mid
 		} else {
@@ -227,7 +232,7 @@ func (c *call) join(p *pull, deadline time.Time) {
 	c.pulls[p] = struct{}{}
 	p.waiters++
 	if deadline.After(p.deadline) {
-		p.deadline = deadline // the timer looks again when it fires
+		p.deadline = deadline
 	}
 }
 
@@ -243,7 +248,7 @@ func (c *call) leave() {
 		if time.Now().Before(p.deadline) {
 			p.cancel(errAbandoned)
 		} else {
-			p.cancel(errPullDeadline) // the pull's own timer is about to fire
+			p.cancel(errPullDeadline)
 		}
 	}
 }

@@ -103,10 +103,34 @@ func TestGallop(t *testing.T) {
 		end := rapid.IntRange(1, kvwire.MaxBatch).Draw(rt, "end")
 		pos := rapid.IntRange(0, end).Draw(rt, "pos")
 		held := rapid.IntRange(0, end-pos).Draw(rt, "held")
-		run, probes := gallop(func(d uint64) bool { return int(d) < pos+held }, func(i int) uint64 { return uint64(i) }, pos, end)
+		run, probes := gallop(func(d uint64) bool { return int(d) < pos+held }, func(i int) uint64 { return uint64(i) }, pos, end, maxProbes)
 		require.Equal(rt, held, run)
 		require.LessOrEqual(rt, probes, 64)
 	})
+}
+
+func TestGallopKeepsItsBudget(t *testing.T) {
+	t.Parallel()
+	for budget := range 40 {
+		run, probes := gallop(func(d uint64) bool { return d < 777 }, func(i int) uint64 { return uint64(i) }, 0, 5000, budget)
+		require.LessOrEqual(t, probes, budget)
+		require.LessOrEqual(t, run, 777, "never more than is listed")
+		if budget > 30 {
+			require.Equal(t, 777, run)
+		}
+	}
+}
+
+func TestLooksIntoDirectoriesDoNotAllocate(t *testing.T) {
+	if raceOn {
+		t.Skip("the race detector allocates")
+	}
+	r := rand.New(rand.NewPCG(11, 12))
+	in := randomDigests(r, 8192)
+	f := newFilter(slices.Clone(in))
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		gallop(f.has, func(i int) uint64 { return in[i] }, 0, len(in), maxProbes)
+	}))
 }
 
 // The most probes that any chain can cost.
@@ -114,7 +138,7 @@ func TestGallopNeverProbesMoreThan64(t *testing.T) {
 	t.Parallel()
 	most := 0
 	for held := 0; held <= kvwire.MaxBatch; held++ {
-		_, probes := gallop(func(d uint64) bool { return int(d) < held }, func(i int) uint64 { return uint64(i) }, 0, kvwire.MaxBatch)
+		_, probes := gallop(func(d uint64) bool { return int(d) < held }, func(i int) uint64 { return uint64(i) }, 0, kvwire.MaxBatch, 1<<20)
 		most = max(most, probes)
 	}
 	t.Logf("at most %d probes", most)

@@ -209,7 +209,7 @@ func (g *gossip) run(ctx context.Context, s *serf.Serf, events chan serf.Event) 
 		}
 		fresh := s
 		g.wg.Go(func() {
-			if _, err := fresh.Join(known, true); err != nil {
+			if err := join(ctx, fresh, known); err != nil {
 				g.log.Warn().Err(err).Msg("cannot join those that were members before")
 			}
 		})

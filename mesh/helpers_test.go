@@ -209,3 +209,25 @@ func (n *node) detour(t testing.TB, name, addr string) *peer {
 	p.mu.Unlock()
 	return p
 }
+
+// idleConn waits until the peer keeps one idle connection and returns it.
+func (p *peer) idleConn(t testing.TB) (c *dataConn) {
+	t.Helper()
+	eventually(t, func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if len(p.idle) == 1 {
+			c = p.idle[0]
+		}
+		return c != nil
+	}, "no connection is kept")
+	return c
+}
+
+// blamed reports whether the last pull made the peer no candidate for a while,
+// over or not.
+func (p *peer) blamed() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.downPause > 0
+}

@@ -206,7 +206,7 @@ func TestPeersThatLie(t *testing.T) {
 			require.Equal(t, before.Corrupt+1, n.Stats().Corrupt, name)
 		}
 		if !c.after {
-			require.True(t, p.isDown(), name)
+			require.True(t, p.blamed(), name)
 			require.False(t, n.space.Has(testForm, pages[at+1]), name)
 		}
 		eventually(t, func() bool { return n.cache.Stats().Held == 0 && n.Stats().Pulling == 0 }, name)
@@ -333,6 +333,43 @@ func TestLimitsOfTheDataPort(t *testing.T) {
 	require.Equal(t, kvwire.CodeTooLarge, readError(t, r).Code)
 }
 
+// A challenge that is too long is refused before its body has come.
+func TestLongChallengeIsNotWaitedFor(t *testing.T) {
+	t.Parallel()
+	n := startNode(t, "a", nil)
+	c, r := dialRaw(t, n)
+	_, err := c.Write(kvwire.AppendHeader(nil, kvwire.Header{Type: kvwire.TypeChallenge, Length: 60000}))
+	require.NoError(t, err)
+	require.Equal(t, kvwire.CodeTooLarge, readError(t, r).Code)
+}
+
+// A node does not prove itself to an answerer that has not.
+func TestAnswererMustProveItselfFirst(t *testing.T) {
+	t.Parallel()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer ln.Close()
+	after := make(chan error, 1)
+	go func() {
+		c, err := ln.Accept()
+		if err != nil {
+			after <- err
+			return
+		}
+		defer c.Close()
+		h, body, _ := kvwire.ReadFrame(c, nil)
+		theirs, _ := kvwire.ParseChallenge(body)
+		ours := kvwire.Challenge{Node: "x"}
+		proof := kvwire.Proof([]byte("another"), kvwire.SideAnswerer, theirs, ours)
+		_, _ = c.Write(answerFrame(h, kvwire.AppendChallengeAnswer(nil, kvwire.ChallengeAnswer{Proof: proof, Challenge: ours})))
+		_, err = kvwire.ReadHeader(c)
+		after <- err
+	}()
+	_, err = dialData(within(t, 5*time.Second), ln.Addr().String(), "x", "me", testKey)
+	require.ErrorIs(t, err, errUnauthorized)
+	require.ErrorIs(t, <-after, io.EOF, "it hangs up without its own proof")
+}
+
 func TestConnectionsHaveALimit(t *testing.T) {
 	t.Parallel()
 	n := startNode(t, "a", func(c *Config) { c.MaxDataConns = 2 })
@@ -346,6 +383,29 @@ func TestConnectionsHaveALimit(t *testing.T) {
 	require.Equal(t, uint64(1), n.Stats().Refusals)
 }
 
+// Those who never do the challenge leave room for those who do.
+func TestStrangersLeaveRoom(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	before := a.Stats().DataConns
+	for range maxStrangers {
+		dialRaw(t, a)
+	}
+	eventually(t, func() bool { return a.Stats().DataConns >= before+maxStrangers }, "not accepted")
+	_, r := dialRaw(t, a)
+	_, err := r.ReadByte()
+	require.Error(t, err)
+	require.Positive(t, a.Stats().Refusals)
+	pages := testHashes("p", 1)
+	put(t, a, pages, 1, 1000)
+	waitListed(t, b, "holder", pages) // over the connection that is proven
+	// Strangers are sent away after three seconds.
+	eventually(t, func() bool {
+		got, _ := b.Fill(within(t, time.Second), b.request(pages, 1))
+		return got == 1
+	}, "no room for a peer")
+}
+
 func TestIdleConnectionsEnd(t *testing.T) {
 	t.Parallel()
 	a, b := pair(t, func(c *Config) { c.IdleTimeout = 400 * time.Millisecond })
@@ -355,13 +415,12 @@ func TestIdleConnectionsEnd(t *testing.T) {
 	got, _ := b.Fill(within(t, time.Second), b.request(pages[:1], 1))
 	require.Equal(t, 1, got)
 	p := b.peerOf(t, "holder")
-	require.Len(t, p.idle, 1)
-	eventually(t, func() bool { return a.Stats().DataConns <= 2 }, "it stays open") // two directories at most
+	c := p.idleConn(t)
 	// The reader does not notice: a stale connection is replaced.
 	eventually(t, func() bool {
 		one := make([]byte, 1)
-		_ = p.idle[0].c.SetReadDeadline(time.Now().Add(time.Millisecond))
-		_, err := p.idle[0].c.Read(one)
+		_ = c.c.SetReadDeadline(time.Now().Add(time.Millisecond))
+		_, err := c.c.Read(one)
 		return errors.Is(err, io.EOF)
 	}, "the holder did not close it")
 	got, why := b.Fill(within(t, time.Second), b.request(pages, 1))

@@ -178,9 +178,18 @@ func TestPeersHearOfEvictionAtOnce(t *testing.T) {
 	t.Parallel()
 	a, b := pair(t, func(c *Config) { c.DirectoryWait = 10 * time.Second })
 	pages := testHashes("p", 20)
+	asked := func() {
+		eventually(t, func() bool {
+			a.index.mu.Lock()
+			defer a.index.mu.Unlock()
+			return a.index.changed != nil
+		}, "the peer's request does not wait for news")
+	}
+	asked()
 	began := time.Now()
 	put(t, a, pages, 1, 100)
 	waitListed(t, b, "holder", pages)
+	asked()
 	require.Equal(t, 20, a.space.Reset())
 	eventually(t, func() bool { return b.Stats().DirectoryPages == 0 }, "still listed")
 	require.Less(t, time.Since(began), 3*time.Second)

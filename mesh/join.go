@@ -68,10 +68,26 @@ func (m *Mesh) joinOnce(ctx context.Context, addresses func(context.Context) ([]
 		return nil
 	}
 	rand.Shuffle(len(found), func(i, j int) { found[i], found[j] = found[j], found[i] })
-	if _, err := s.Join(found[:min(len(found), maxJoin)], true); err != nil {
+	if err := join(ctx, s, found[:min(len(found), maxJoin)]); err != nil {
 		return fmt.Errorf("cannot join %q: %w", found, err)
 	}
 	return nil
+}
+
+// join returns when ctx ends, although serf goes on with addresses that do not
+// answer for some seconds each.
+func join(ctx context.Context, s *serf.Serf, addrs []string) error {
+	done := make(chan error, 1)
+	go func() {
+		_, err := s.Join(addrs, true)
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // resolve returns the addresses behind a --join value.

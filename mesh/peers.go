@@ -91,8 +91,9 @@ func (p *peer) take(ctx context.Context, fresh bool) (*dataConn, error) {
 		c.pooled = true
 		return c, nil
 	}
+	addr := p.addr
 	p.mu.Unlock()
-	c, err := dialData(ctx, p.addr, p.name, p.m.Name(), p.m.cfg.ClusterKey)
+	c, err := dialData(ctx, addr, p.name, p.m.Name(), p.m.cfg.ClusterKey)
 	if errors.Is(err, errUnauthorized) {
 		p.m.counters.authFailures.Add(1)
 	}

@@ -16,13 +16,20 @@ type proxy struct {
 	addr   string
 	to     string
 	refuse atomic.Bool // close connections at once
-	// bytes sees the n-th and following bytes that come back from the peer on
-	// one connection, and may change them or block.
-	bytes func(conn int, n int64, b []byte)
+	tamper atomic.Pointer[func(n int64, b []byte)]
 
 	mu    sync.Mutex
 	conns []net.Conn
-	count int
+}
+
+// bytes sets what sees the n-th and following bytes that come back from the
+// peer on a connection; it may change them or block.
+func (p *proxy) bytes(fn func(n int64, b []byte)) {
+	if fn == nil {
+		p.tamper.Store(nil)
+		return
+	}
+	p.tamper.Store(&fn)
 }
 
 func newProxy(t testing.TB, to string) *proxy {
@@ -70,8 +77,6 @@ func (p *proxy) serve(down net.Conn) {
 	defer up.Close()
 	p.mu.Lock()
 	p.conns = append(p.conns, down, up)
-	conn := p.count
-	p.count++
 	p.mu.Unlock()
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -82,8 +87,8 @@ func (p *proxy) serve(down net.Conn) {
 	for n := int64(0); ; {
 		k, err := up.Read(buf)
 		if k > 0 {
-			if p.bytes != nil {
-				p.bytes(conn, n, buf[:k])
+			if fn := p.tamper.Load(); fn != nil {
+				(*fn)(n, buf[:k])
 			}
 			n += int64(k)
 			if _, err := down.Write(buf[:k]); err != nil {

@@ -26,7 +26,8 @@ type errLie struct{ error }
 func lie(format string, args ...any) error { return errLie{fmt.Errorf(format, args...)} }
 
 // pull is one batch read from one peer. It has a context of its own, so that
-// it outlives the call that began it as long as another waits.
+// it outlives the call that began it as long as another waits. It needs no
+// timer: the last of those who wait leaves by the deadline and cancels it.
 type pull struct {
 	fs      *fills
 	req     FillRequest // without its Hashes
@@ -37,7 +38,6 @@ type pull struct {
 
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	timer  *time.Timer
 
 	// Owned by run.
 	settled int  // leading flights that are done
@@ -57,19 +57,7 @@ func newPull(fs *fills, req FillRequest, p *peer, deadline time.Time) *pull {
 	pl.lengths = make([]int64, req.Shards)
 	copy(pl.lengths, req.ObjectBytes)
 	pl.ctx, pl.cancel = context.WithCancelCause(p.ctx)
-	pl.timer = time.AfterFunc(time.Until(deadline), pl.expire)
 	return pl
-}
-
-// expire ends the pull, unless a later waiter has come.
-func (p *pull) expire() {
-	p.fs.mu.Lock()
-	defer p.fs.mu.Unlock()
-	if left := time.Until(p.deadline); left > 0 {
-		p.timer.Reset(left)
-		return
-	}
-	p.cancel(errPullDeadline)
 }
 
 func (p *pull) run() {
@@ -180,7 +168,7 @@ func (p *pull) page(c *dataConn, i int) (kvwire.Reason, error) {
 			return p.missed(ph.Reason), nil
 		case ph.Reason != kvwire.ReasonNone || ph.Shard != want:
 			return 0, lie("shard %s with reason %s came instead of %s", ph.Shard, ph.Reason, want)
-		case ph.Length == 0 || p.lengths[shard] != 0 && int64(ph.Length) != p.lengths[shard]:
+		case p.lengths[shard] != 0 && int64(ph.Length) != p.lengths[shard]:
 			return 0, lie("an object of %d bytes came for shard %s, of which others have %d", ph.Length, want, p.lengths[shard])
 		}
 		p.lengths[shard] = int64(ph.Length)
@@ -316,7 +304,6 @@ func (p *pull) end(err error) {
 	for p.settled < len(p.flights) {
 		p.settle(why, errors.As(err, &local))
 	}
-	p.timer.Stop()
 	p.fs.mu.Lock()
 	defer p.fs.mu.Unlock()
 	p.ended = true

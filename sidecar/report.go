@@ -131,20 +131,33 @@ func meshCounts(s mesh.Stats) map[string]uint64 {
 
 func meshNumbers(s mesh.Stats) (gauges, counters []number) {
 	return []number{
-			{"membrane_mesh_members", uint64(s.Members)}, {"membrane_peers_total", uint64(s.Peers)},
-			{"membrane_peers_healthy", uint64(s.Peers - s.Down)}, {"membrane_directory_pages", uint64(s.DirectoryPages)},
-			{"membrane_directory_bytes", uint64(s.DirectoryBytes)}, {"membrane_directory_own_pages", uint64(s.OwnPages)},
-			{"membrane_peer_connections", uint64(s.DataConns)}, {"membrane_peer_pulls", uint64(s.Pulling)},
-		}, []number{
-			{"membrane_fills_total", s.Fills}, {"membrane_peer_pulls_total", s.Pulls}, {"membrane_peer_pulls_joined_total", s.Joined},
-			{"membrane_peer_fetched_pages_total", s.Fetched}, {"membrane_peer_fetched_bytes_total", s.FetchBytes},
-			{"membrane_peer_served_pages_total", s.Served}, {"membrane_peer_served_bytes_total", s.ServedBytes},
-			{"membrane_peer_lies_total", s.Lies}, {"membrane_peer_auth_failures_total", s.AuthFailures},
-			{"membrane_peer_connections_refused_total", s.Refusals}, {"membrane_peer_bad_frames_total", s.BadFrames},
-			{"membrane_directory_pulls_total", s.DirectoryPulls}, {"membrane_directory_full_pulls_total", s.DirectoryFull},
-			{"membrane_directory_served_total", s.DirectoryServed}, {"membrane_directory_probes_total", s.Probes},
-			{"membrane_join_failures_total", s.JoinFailures}, {"membrane_gossip_rebuilds_total", s.Rebuilds},
-		}
+		{"membrane_mesh_members", uint64(s.Members)},
+		{"membrane_peers_total", uint64(s.Peers)},
+		{"membrane_peers_healthy", uint64(s.Peers - s.Down)},
+		{"membrane_directory_pages", uint64(s.DirectoryPages)},
+		{"membrane_directory_bytes", uint64(s.DirectoryBytes)},
+		{"membrane_directory_own_pages", uint64(s.OwnPages)},
+		{"membrane_peer_connections", uint64(s.DataConns)},
+		{"membrane_peer_pulls", uint64(s.Pulling)},
+	}, []number{
+		{"membrane_fills_total", s.Fills},
+		{"membrane_peer_pulls_total", s.Pulls},
+		{"membrane_peer_pulls_joined_total", s.Joined},
+		{"membrane_peer_fetched_pages_total", s.Fetched},
+		{"membrane_peer_fetched_bytes_total", s.FetchBytes},
+		{"membrane_peer_served_pages_total", s.Served},
+		{"membrane_peer_served_bytes_total", s.ServedBytes},
+		{"membrane_peer_lies_total", s.Lies},
+		{"membrane_peer_auth_failures_total", s.AuthFailures},
+		{"membrane_peer_connections_refused_total", s.Refusals},
+		{"membrane_peer_bad_frames_total", s.BadFrames},
+		{"membrane_directory_pulls_total", s.DirectoryPulls},
+		{"membrane_directory_full_pulls_total", s.DirectoryFull},
+		{"membrane_directory_served_total", s.DirectoryServed},
+		{"membrane_directory_probes_total", s.Probes},
+		{"membrane_join_failures_total", s.JoinFailures},
+		{"membrane_gossip_rebuilds_total", s.Rebuilds},
+	}
 }
 
 func (n *Sidecar) writeMeshMetrics(w io.Writer) {

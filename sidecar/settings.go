@@ -275,6 +275,25 @@ func (s *Settings) validateMesh() error {
 	return nil
 }
 
+// warnings returns sentences about settings that are allowed and will hardly
+// do what they are meant to.
+func (s *Settings) warnings() []string {
+	var out []string
+	for _, other := range append(append([]string(nil), s.Peers...), s.Join...) {
+		host, _, err := net.SplitHostPort(withPort(other, gossipPort))
+		if err != nil || isLoopback(host) {
+			continue
+		}
+		for _, l := range []struct{ flag, addr string }{{"gossip-addr", withPort(s.GossipAddr, gossipPort)}, {"data-addr", withPort(s.DataAddr, "0")}} {
+			if own, _, _ := net.SplitHostPort(l.addr); isLoopback(own) {
+				out = append(out, fmt.Sprintf("%s is another machine, which cannot reach this one's --%s %s", other, l.flag, l.addr))
+			}
+		}
+		break
+	}
+	return out
+}
+
 const (
 	engineAddrOff = "off"
 	gossipPort    = "7946"

@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
+	"path/filepath"
 	"time"
 
 	"github.com/VictoriaMetrics/metrics"
@@ -56,6 +58,9 @@ func New(s Settings, version string, log zerolog.Logger) (*Sidecar, error) {
 	if err != nil {
 		return nil, err
 	}
+	for _, w := range s.warnings() {
+		log.Warn().Msg(w)
+	}
 	n := &Sidecar{
 		settings: s, version: version, log: log, started: time.Now(), set: metrics.NewSet(),
 		ready: make(chan struct{}), now: make(chan struct{}),
@@ -89,7 +94,7 @@ func (n *Sidecar) open(keys secrets) error {
 	if n.engineSocket, err = listenSocket(s, n.log); err != nil {
 		return err
 	}
-	n.onClose(n.engineSocket.Close)
+	n.onClose(n.closeSocket)
 
 	if n.cache, err = cache.New(cache.Config{Budget: int64(s.Memory), ClusterKey: keys.cluster}); err != nil {
 		return err
@@ -156,6 +161,16 @@ func (n *Sidecar) advertisedHTTP() string {
 		}
 	}
 	return net.JoinHostPort(host, port)
+}
+
+// closeSocket closes the engine socket and removes the directory that was made
+// for it alone.
+func (n *Sidecar) closeSocket() error {
+	err := n.engineSocket.Close()
+	if path := n.engineSocket.Addr().String(); n.settings.EngineSocket == "" && path != DefaultEngineSocket {
+		_ = os.Remove(filepath.Dir(path)) // not if something else is in it
+	}
+	return err
 }
 
 func (n *Sidecar) onClose(f func() error) { n.undo = append(n.undo, f) }

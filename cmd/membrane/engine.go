@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -98,8 +99,7 @@ func (f *engineFlags) run(ctx context.Context) error {
 	log.Info().Str("http", listener.Addr().String()).Str("model", model.ID()).Str("sidecar", f.sidecar).Msg("engine serving")
 	select {
 	case <-ctx.Done():
-		err = server.Close()
-		<-served
+		err = errors.Join(server.Close(), <-served)
 	case err = <-served:
 	}
 	return err

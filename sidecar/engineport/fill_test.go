@@ -85,7 +85,11 @@ func TestFillEndsWithItsClient(t *testing.T) {
 	require.NoError(t, err)
 	<-began
 	require.NoError(t, c.Close())
-	<-ended
+	select {
+	case <-ended:
+	case <-time.After(timeout): // well before the deadline of the match
+		t.Fatal("the fill goes on without its client")
+	}
 	require.Eventually(t, func() bool { return p.Status().Connections == 0 }, timeout, tick)
 }
 

@@ -3,7 +3,6 @@ package engineport
 import (
 	"context"
 	"encoding/binary"
-	"errors"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -21,7 +20,12 @@ import (
 	"membrane/kvwire"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if path := os.Getenv(dialVariable); path != "" {
+		os.Exit(dialAsSomebody(path))
+	}
+	goleak.VerifyTestMain(m)
+}
 
 // object is the size of the test engine's pages: 64 tokens in four blocks.
 const object = 4 * 1024
@@ -162,7 +166,7 @@ func match(t *testing.T, c *kvwire.Client, m kvwire.Match) kvwire.Leased {
 func wantError(t *testing.T, err error, code kvwire.Code, field string) {
 	t.Helper()
 	var e *kvwire.Error
-	require.True(t, errors.As(err, &e), "%v is not an error of the protocol", err)
+	require.ErrorAs(t, err, &e)
 	assert.Equal(t, code, e.Code, "%v", e)
 	assert.Equal(t, field, e.Field, "%v", e)
 	assert.NotEmpty(t, e.Message)

@@ -5,7 +5,9 @@ import (
 	"encoding/json"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"syscall"
 	"testing"
 	"time"
 
@@ -536,6 +538,56 @@ func TestWhoMayUseTheSocket(t *testing.T) {
 	uid, err := peerUID(c.(*net.UnixConn))
 	require.NoError(t, err)
 	assert.EqualValues(t, os.Geteuid(), uid)
+}
+
+// dialVariable makes the test binary a client of the socket that it names.
+const dialVariable = "ENGINEPORT_DIAL"
+
+// Exit statuses of dialAsSomebody.
+const (
+	answered = iota + 10
+	disconnected
+	unreachable
+)
+
+func dialAsSomebody(path string) int {
+	c, err := net.Dial("unix", path)
+	if err != nil {
+		return unreachable
+	}
+	_ = c.SetDeadline(time.Now().Add(5 * time.Second))
+	_, _ = c.Write(frame(kvwire.TypePing, nil))
+	if _, err := kvwire.ReadHeader(c); err != nil {
+		return disconnected
+	}
+	return answered
+}
+
+func TestOtherUsersAreDisconnected(t *testing.T) {
+	t.Parallel()
+	if os.Geteuid() != 0 {
+		t.Skip("only root can be somebody else")
+	}
+	p := newPort(t, func(c *Config) { c.UIDs = []uint32{1234} })
+	// As if the modes had been lost: the credential alone must do.
+	dir := filepath.Dir(p.socket)
+	require.NoError(t, os.Chmod(filepath.Dir(dir), 0o755))
+	require.NoError(t, os.Chmod(dir, 0o755))
+	require.NoError(t, os.Chmod(p.socket, 0o666))
+	self, err := os.ReadFile("/proc/self/exe")
+	require.NoError(t, err)
+	exe := filepath.Join(filepath.Dir(dir), "client")
+	require.NoError(t, os.WriteFile(exe, self, 0o755))
+	as := func(uid uint32) int {
+		cmd := exec.Command(exe)
+		cmd.Env = []string{dialVariable + "=" + p.socket}
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
+		_ = cmd.Run()
+		return cmd.ProcessState.ExitCode()
+	}
+	assert.Equal(t, answered, as(1234))
+	assert.Equal(t, disconnected, as(1235))
+	assert.EqualValues(t, 1, p.count.refusedID.Get())
 }
 
 func TestConfigIsChecked(t *testing.T) {

@@ -2,7 +2,6 @@ package fragments
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -136,7 +135,7 @@ func TestPrefillOnceThenReconstruct(t *testing.T) {
 func TestOnlyGapsAreComputedBehindTheirRealPrefix(t *testing.T) {
 	t.Parallel()
 	a, ac := newService(t, 32<<20, nil)
-	fs, err := a.Prefill(ctx(t), "public", upTo(500), "m")
+	fs, err := a.Prefill(ctx(t), "public", upTo(400), "m")
 	require.NoError(t, err)
 	require.Len(t, fs, 4)
 
@@ -153,15 +152,15 @@ func TestOnlyGapsAreComputedBehindTheirRealPrefix(t *testing.T) {
 		require.NoError(t, err)
 		v.Close()
 	}
-	r, err := b.Reconstruct(ctx(t), "public", upTo(500), "m", false)
+	r, err := b.Reconstruct(ctx(t), "public", upTo(400), "m", false)
 	require.NoError(t, err)
-	assert.Equal(t, [][2]int{{128, 255}, {384, 499}}, r.Missing)
+	assert.Equal(t, [][2]int{{128, 255}, {384, 399}}, r.Missing)
 	assert.Equal(t, []Fragment{fs[0], fs[2]}, r.Fragments)
-	r, err = b.Reconstruct(ctx(t), "public", upTo(500), "m", true)
+	r, err = b.Reconstruct(ctx(t), "public", upTo(400), "m", true)
 	require.NoError(t, err)
 	assert.True(t, r.Prefilled)
 	assert.Equal(t, fs, r.Fragments, "the same bytes as without the hole")
-	assert.EqualValues(t, 128+116, b.computed.Get())
+	assert.EqualValues(t, 128+16, b.computed.Get())
 	assert.EqualValues(t, 256, b.loaded.Get())
 }
 
@@ -225,13 +224,14 @@ func TestInventoryPages(t *testing.T) {
 
 func TestIndexFollowsEvictions(t *testing.T) {
 	t.Parallel()
-	s, c := newService(t, 4<<20, nil) // sixteen windows
-	for i := range 20 {
-		_, err := s.Prefill(ctx(t), "public", upTo(256), fmt.Sprint("m", i))
+	s, c := newService(t, 1<<20, nil) // four whole windows
+	const made = 12
+	for i := range made {
+		_, err := s.Prefill(ctx(t), "public", upTo(100), fmt.Sprint("m", i))
 		require.NoError(t, err)
 	}
 	require.Eventually(t, func() bool {
-		return int64(s.Len()) == c.Stats().Pages && s.Len() > 0 && s.Len() < 40
+		return int64(s.Len()) == c.Stats().Pages && s.Len() > 0 && s.Len() < made
 	}, 10*time.Second, time.Millisecond)
 	list, _ := s.Inventory("public", "", 0)
 	for _, f := range list {
@@ -286,7 +286,7 @@ func TestBadRequests(t *testing.T) {
 	f := func(err error, code kvwire.Code, field, message string) {
 		t.Helper()
 		var e *kvwire.Error
-		require.True(t, errors.As(err, &e), "%v", err)
+		require.ErrorAs(t, err, &e)
 		assert.Equal(t, code, e.Code)
 		assert.Equal(t, field, e.Field)
 		assert.Contains(t, e.Message, message)

@@ -17,6 +17,7 @@ import (
 	"github.com/rs/zerolog"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/valyala/fasthttp"
 	"go.uber.org/goleak"
 
 	"membrane/cache"
@@ -386,4 +387,40 @@ func TestConfigIsChecked(t *testing.T) {
 	t.Parallel()
 	_, err := New(Config{})
 	require.ErrorContains(t, err, "is nil")
+}
+
+func FuzzReconstruct(f *testing.F) {
+	c, err := cache.New(cache.Config{Budget: 4 << 20})
+	require.NoError(f, err)
+	set := metrics.NewSet()
+	fs, err := fragments.New(fragments.Config{Cache: c, Metrics: set})
+	require.NoError(f, err)
+	nothing := func() any { return nil }
+	s, err := New(Config{
+		Fragments: fs, Metrics: set, WriteMetrics: set.WritePrometheus, Log: zerolog.Nop(), Peers: func() Peers { return Peers{} },
+		Status: nothing, Summary: nothing, MeshAddress: func(string, string, string, time.Time) (int, []byte) { return 401, nil },
+	})
+	require.NoError(f, err)
+	f.Cleanup(func() {
+		fs.Close()
+		require.NoError(f, c.Close())
+	})
+	for _, body := range []string{`{"tokens":[1,2]}`, `{"tokens":[-1]}`, `{"tokens":{}}`, `{"tokens":[1e300]}`, `[]`, ``, `{"tokens":[],"model_id":"\ud800"}`} {
+		f.Add([]byte(body))
+	}
+	f.Fuzz(func(t *testing.T, body []byte) {
+		var ctx fasthttp.RequestCtx
+		ctx.Request.Header.SetMethod("POST")
+		ctx.Request.SetRequestURI("/reconstruct")
+		ctx.Request.SetBody(body)
+		s.Handler(&ctx)
+		code := ctx.Response.StatusCode()
+		require.Contains(t, []int{200, 400, 422}, code)
+		var answer map[string]any
+		require.NoError(t, json.Unmarshal(ctx.Response.Body(), &answer))
+		if code != 200 {
+			require.NotEmpty(t, answer["error"])
+			require.NotEmpty(t, answer["detail"])
+		}
+	})
 }

@@ -164,20 +164,21 @@ func answer(c *fasthttp.RequestCtx, v any) {
 
 func write(c *fasthttp.RequestCtx, v any) {
 	b, err := json.Marshal(v)
-	if err != nil {
-		panic(fmt.Sprintf("BUG: cannot encode %T: %v", v, err))
-	}
-	c.Response.Header.SetContentType("application/json")
-	c.Response.SetBodyRaw(b)
+	send(c, b, err)
 }
 
 func pretty(c *fasthttp.RequestCtx, v any) {
 	b, err := json.MarshalIndent(v, "", "  ")
-	if err != nil {
-		panic(fmt.Sprintf("BUG: cannot encode %T: %v", v, err))
+	send(c, append(b, '\n'), err)
+}
+
+func send(c *fasthttp.RequestCtx, body []byte, err error) {
+	if err != nil { // a number that JSON does not have
+		c.Response.SetStatusCode(http.StatusInternalServerError)
+		body = []byte(`{"error":"internal","detail":"the answer has no JSON form"}`)
 	}
 	c.Response.Header.SetContentType("application/json")
-	c.Response.SetBodyRaw(append(b, '\n'))
+	c.Response.SetBodyRaw(body)
 }
 
 func clip(s string) string {

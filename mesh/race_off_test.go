@@ -1,0 +1,10 @@
+//go:build !race
+
+package mesh
+
+import "time"
+
+// slack is how much later than its deadline a call may return.
+const slack = 50 * time.Millisecond
+
+const raceOn = false
