@@ -82,16 +82,26 @@ func (c *Chain) AppendWire(tokens []byte) error {
 		return Errorf(CodeTooLarge, "tokens", "%d tokens are more than %d", c.tokens+n, MaxTokens)
 	}
 	c.tokens += n
-	full := HashSize + c.pageTokens*tokenSize
-	for len(tokens) > 0 {
-		k := min(full-len(c.buf), len(tokens))
+	page := c.pageTokens * tokenSize
+	c.grow((len(c.buf) - HashSize + len(tokens)) / page)
+	for len(c.buf)-HashSize+len(tokens) >= page {
+		k := HashSize + page - len(c.buf)
 		c.buf = append(c.buf, tokens[:k]...)
 		tokens = tokens[k:]
-		if len(c.buf) == full {
-			c.close()
-		}
+		c.close()
 	}
+	c.buf = append(c.buf, tokens...)
 	return nil
+}
+
+// grow makes room for n more hashes: exactly for a prompt, which seldom grows
+// much, and in larger steps for what comes token by token.
+func (c *Chain) grow(n int) {
+	if n > 1 && cap(c.hashes)-len(c.hashes) < n {
+		grown := make([]Hash, len(c.hashes), len(c.hashes)+n)
+		copy(grown, c.hashes)
+		c.hashes = grown
+	}
 }
 
 // Append adds token ids and hashes each page that they fill.

@@ -1,6 +1,9 @@
 package kvwire
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+	"slices"
+)
 
 // Hello is the body of a hello frame (JSON): the first message on a localhost
 // or data connection, optional on the engine socket.
@@ -153,7 +156,8 @@ type Location struct {
 	Sum    Checksum
 }
 
-const locationSize = 24
+// LocationSize is the wire size of a location, in bytes.
+const LocationSize = 24
 
 // Leased answers a match or a lease: where the pages are, and why no more.
 //
@@ -194,12 +198,18 @@ func AppendLeased(b []byte, l Leased) []byte {
 	b = binary.LittleEndian.AppendUint32(b, l.FromPeers)
 	b = binary.LittleEndian.AppendUint16(b, l.Shards)
 	b = append(b, byte(l.Reason), 0)
+	b = slices.Grow(b, len(l.Locations)*LocationSize)
 	for _, loc := range l.Locations {
-		b = binary.LittleEndian.AppendUint64(b, loc.Offset)
-		b = binary.LittleEndian.AppendUint64(b, loc.Length)
-		b = binary.LittleEndian.AppendUint64(b, uint64(loc.Sum))
+		b = AppendLocation(b, loc)
 	}
 	return b
+}
+
+// AppendLocation appends one of the locations that a leased message ends with.
+func AppendLocation(b []byte, l Location) []byte {
+	b = binary.LittleEndian.AppendUint64(b, l.Offset)
+	b = binary.LittleEndian.AppendUint64(b, l.Length)
+	return binary.LittleEndian.AppendUint64(b, uint64(l.Sum))
 }
 
 // ParseLeased decodes the message; locations are appended to dst.
@@ -214,11 +224,18 @@ func ParseLeased(body []byte, dst []Location) (Leased, error) {
 	if l.Lease != 0 {
 		n = int(l.Pages) * int(l.Shards)
 	}
-	if d.short || n*locationSize != len(d.b) {
+	if d.short || n*LocationSize != len(d.b) {
 		return l, Errorf(CodeBadFrame, "locations", "%d bytes do not hold %d pages of %d shards", len(d.b), l.Pages, l.Shards)
 	}
-	for range n {
-		dst = append(dst, Location{Offset: d.u64(), Length: d.u64(), Sum: Checksum(d.u64())})
+	in := d.bytes(n * LocationSize)
+	at := len(dst)
+	dst = slices.Grow(dst, n)[:at+n]
+	for i := range dst[at:] {
+		b := in[i*LocationSize:][:LocationSize]
+		dst[at+i] = Location{
+			Offset: binary.LittleEndian.Uint64(b), Length: binary.LittleEndian.Uint64(b[8:]),
+			Sum: Checksum(binary.LittleEndian.Uint64(b[16:])),
+		}
 	}
 	l.Locations = dst
 	return l, d.end("leased")

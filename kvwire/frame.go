@@ -41,6 +41,7 @@ const (
 	TypeProof     Type = 0x21
 	TypeBatchRead Type = 0x22
 	TypeDirectory Type = 0x23
+	TypeCheck     Type = 0x24
 
 	// TypePage carries one page of a batch read or of an inline read.
 	TypePage Type = 0x40
@@ -56,7 +57,8 @@ var typeNames = map[Type]string{
 	TypeHello: "hello", TypeRegister: "register", TypePing: "ping", TypeMatch: "match", TypeExtend: "extend",
 	TypeLease: "lease", TypeRelease: "release", TypeReserve: "reserve", TypeCommit: "commit", TypeDrop: "drop",
 	TypeReset: "reset", TypeStats: "stats", TypeRead: "read", TypeWrite: "write", TypeChallenge: "challenge",
-	TypeProof: "proof", TypeBatchRead: "batch_read", TypeDirectory: "directory", TypePage: "page", TypeError: "error",
+	TypeProof: "proof", TypeBatchRead: "batch_read", TypeDirectory: "directory",
+	TypeCheck: "check", TypePage: "page", TypeError: "error",
 }
 
 // String returns the type's name, with "_answer" behind it for answers.

@@ -242,7 +242,7 @@ func (s *session) request() error {
 		return s.refuse(h.ID, err)
 	}
 	arrived := time.Now()
-	if h.Type != kvwire.TypeBatchRead && h.Type != kvwire.TypeDirectory {
+	if h.Type != kvwire.TypeBatchRead && h.Type != kvwire.TypeDirectory && h.Type != kvwire.TypeCheck {
 		return s.refuse(h.ID, kvwire.Errorf(kvwire.CodeBadField, "type", "a %s frame is not for the data port", h.Type))
 	}
 	_ = s.c.SetReadDeadline(arrived.Add(answerTime))
@@ -262,6 +262,9 @@ func (s *session) request() error {
 	}
 	if s.hashes = req.Hashes; cap(s.hashes) > keepHashes {
 		s.hashes = nil
+	}
+	if h.Type == kvwire.TypeCheck {
+		return s.check(h.ID, req, arrived)
 	}
 	return s.batchRead(h.ID, req, arrived)
 }

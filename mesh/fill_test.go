@@ -115,9 +115,13 @@ func TestFlippedByteInTheHoldersArena(t *testing.T) {
 	require.Equal(t, kvwire.ReasonCorrupt, why)
 	requireHeld(t, b, pages[:5], 1, pageBytes)
 	require.False(t, b.space.Has(testForm, pages[5]))
-	require.Equal(t, uint64(1), a.Stats().NotServed[kvwire.ReasonCorrupt])
+	require.Equal(t, uint64(1), b.Stats().Corrupt)
 	require.Equal(t, uint64(1), b.Stats().Failures[kvwire.ReasonCorrupt])
-	require.Equal(t, uint64(1), a.cache.Stats().Corrupt, "the holder has quarantined it")
+	eventually(t, func() bool { return a.cache.Stats().Corrupt == 1 }, "the holder does not hear of it")
+	require.False(t, a.space.Has(testForm, pages[5]), "the holder has quarantined it")
+	eventually(t, func() bool { return a.Stats().NotServed[kvwire.ReasonCorrupt] == 1 }, "it is not counted")
+	require.True(t, a.space.Has(testForm, pages[4]))
+	b.peerOf(t, "holder").idleConn(t)
 }
 
 func TestFlippedByteOnTheWire(t *testing.T) {
@@ -140,6 +144,9 @@ func TestFlippedByteOnTheWire(t *testing.T) {
 	require.Equal(t, uint64(1), b.Stats().Corrupt)
 	require.False(t, b.space.Has(testForm, pages[3]))
 	requireHeld(t, b, pages[:3], 1, pageBytes)
+	eventually(t, func() bool { return b.Stats().Pulling == 0 }, "the pull does not end")
+	requireHeld(t, a, pages, 1, pageBytes) // the holder has checked it in vain
+	require.Zero(t, a.cache.Stats().Corrupt)
 	// Those behind it were under way. A second try brings the rest.
 	px.bytes(nil)
 	got, why = b.Fill(within(t, 10*time.Second), b.request(pages, 1))
@@ -164,6 +171,41 @@ func TestCorruptPageComesFromAnother(t *testing.T) {
 	require.GreaterOrEqual(t, got, 6)
 	requireHeld(t, b, pages[:6], 1, pageBytes)
 	require.Equal(t, uint64(1), c.Stats().Served)
+}
+
+// A fill does not wait for what follows its last page, nor does its end cut
+// that short: the connection is used again.
+func TestFillEndsWithItsLastPage(t *testing.T) {
+	t.Parallel()
+	n := startNode(t, "reader", nil)
+	pages := testHashes("endless", 3)
+	liar(t, n, pages, func(req kvwire.BatchRead, id uint32) (out []byte) {
+		for i := range req.Hashes {
+			p, b := honest(req, i)
+			out = append(out, pageFrame(id, p, b)...)
+		}
+		return out // and no end of the answer
+	})
+	got, why := n.Fill(within(t, time.Minute), n.request(pages, 1))
+	require.Equal(t, 3, got, why.String())
+	eventually(t, func() bool { return n.Stats().Pulling == 0 }, "the pull waits for ever")
+
+	a, b := pair(t, nil)
+	pages = testHashes("p", 4)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	var first *dataConn
+	for range 50 {
+		got, _ := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
+		require.Equal(t, 4, got)
+		c := b.peerOf(t, "holder").idleConn(t)
+		if first == nil {
+			first = c
+		}
+		require.Same(t, first, c)
+		b.space.Reset()
+		eventually(t, func() bool { return b.Stats().Pulling == 0 }, "the pull does not end")
+	}
 }
 
 // hold blocks the peer's bytes after some of them until the test ends.

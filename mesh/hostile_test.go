@@ -309,7 +309,9 @@ func TestLimitsOfTheDataPort(t *testing.T) {
 	}
 	batch := kvwire.BatchRead{DeadlineUS: 50e6, Form: testForm, Namespace: testNS, Tenant: string(make([]byte, kvwire.MaxTenant)), Hashes: make([]kvwire.Hash, kvwire.MaxBatch)}
 	require.NoError(t, request(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, batch)), "at the limit")
+	require.NoError(t, request(kvwire.TypeCheck, kvwire.AppendBatchRead(nil, batch)), "at the limit")
 	batch.Hashes = make([]kvwire.Hash, kvwire.MaxBatch+1)
+	require.Equal(t, kvwire.CodeTooLarge, kvwire.CodeOf(request(kvwire.TypeCheck, kvwire.AppendBatchRead(nil, batch))))
 	require.Equal(t, kvwire.CodeTooLarge, kvwire.CodeOf(request(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, batch))))
 	batch.Hashes, batch.Tenant = nil, string(make([]byte, kvwire.MaxTenant+1))
 	require.Equal(t, kvwire.CodeTooLarge, kvwire.CodeOf(request(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, batch))))

@@ -2,6 +2,7 @@ package engineport
 
 import (
 	"encoding/binary"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -112,46 +113,48 @@ func (c *conn) lease(a ask) error {
 	answer := kvwire.Leased{
 		Handle: a.handle, First: uint32(a.first), ChainPages: uint32(len(a.hashes)), Shards: uint16(e.shards),
 	}
-	here, why := e.space.Match(e.form, wanted)
 	if a.flags&kvwire.MatchPresence != 0 {
+		here, why := e.space.Match(e.form, wanted)
 		answer.Pages, answer.Reason = uint32(here), why
 		c.out = kvwire.AppendLeased(c.out, answer)
 		return nil
 	}
-	have := here
-	if have < len(wanted) && a.flags&kvwire.MatchLocal == 0 {
-		have, why = c.fill(wanted, here, why, a.deadline)
+	prefix, why, err := e.space.Hold(cache.LeaseRequest{
+		Form: e.form, Shards: e.shards, Hashes: wanted, Client: c.id, TTL: a.ttl, Holders: e.holders(),
+	}, c.locations[:0])
+	if err != nil {
+		return err
 	}
-	// Every leased byte is checked once more, which takes time, too.
-	if timed := a.deadline.After(c.arrived); timed {
-		if can := c.s.pace.pages(time.Until(a.deadline), e.pageBytes); have > can {
-			have, why = can, kvwire.ReasonDeadline
+	defer prefix.Drop()
+	here := prefix.Pages()
+	if here < len(wanted) && why != kvwire.ReasonPinned && a.flags&kvwire.MatchLocal == 0 {
+		why = c.fill(&prefix, wanted[here:], why, a.deadline)
+	}
+	most := prefix.Pages()
+	// What was here already is checked once more, which takes time, too.
+	if a.deadline.After(c.arrived) {
+		if can := c.s.pace.pages(time.Until(a.deadline), e.pageBytes); most-prefix.Fresh() > can {
+			why = kvwire.ReasonDeadline
+			if most = can; here <= can {
+				most += prefix.Fresh()
+			}
 		}
 	}
-	var locs []cache.Location
-	if have > 0 {
-		began := time.Now()
-		granted, got, reason, err := e.space.Lease(cache.LeaseRequest{
-			Form: e.form, Shards: e.shards, Hashes: wanted[:have], Client: c.id, TTL: a.ttl,
-			Holders: e.holders(), Matched: true,
-		}, c.locations[:0])
-		if err != nil {
+	began := time.Now()
+	granted, locs, reason := prefix.Lease(most)
+	c.s.pace.learn(time.Since(began), prefix.Checked())
+	c.locations = locs[:0]
+	if reason != kvwire.ReasonNone {
+		why = reason
+	}
+	if granted.ID != 0 {
+		record := &lease{owner: c, hashes: wanted[:granted.Pages], expires: granted.Expires, left: e.holders()}
+		if err := e.addLease(granted.ID, record); err != nil {
+			_ = c.s.cfg.Cache.Cancel(granted.ID)
 			return err
 		}
-		locs, c.locations = got, got[:0]
-		if reason != kvwire.ReasonNone {
-			why = reason
-		}
-		if granted.ID != 0 {
-			record := &lease{owner: c, hashes: wanted[:granted.Pages], expires: granted.Expires, left: e.holders()}
-			if err := e.addLease(granted.ID, record); err != nil {
-				_ = c.s.cfg.Cache.Cancel(granted.ID)
-				return err
-			}
-			answer.Lease, answer.Pages = granted.ID, uint32(granted.Pages)
-			answer.LeaseMS = uint32(max(time.Until(granted.Expires).Milliseconds(), 1))
-		}
-		c.s.pace.learn(time.Since(began), locs)
+		answer.Lease, answer.Pages = granted.ID, uint32(granted.Pages)
+		answer.LeaseMS = uint32(max(time.Until(granted.Expires).Milliseconds(), 1))
 	}
 	answer.FromPeers = uint32(max(0, int(answer.Pages)-here))
 	if int(answer.Pages) < len(wanted) {
@@ -159,27 +162,28 @@ func (c *conn) lease(a ask) error {
 	}
 	c.countLease(answer, locs, len(wanted))
 	c.out = kvwire.AppendLeased(c.out, answer)
-	for _, l := range locs {
-		c.out = appendLocation(c.out, l)
-	}
+	c.out = appendLocations(c.out, locs)
 	return nil
 }
 
-func appendLocation(b []byte, l cache.Location) []byte {
-	b = binary.LittleEndian.AppendUint64(b, uint64(l.Offset))
-	b = binary.LittleEndian.AppendUint64(b, uint64(l.Length))
-	return binary.LittleEndian.AppendUint64(b, uint64(l.Sum))
+func appendLocations(b []byte, locs []cache.Location) []byte {
+	b = slices.Grow(b, len(locs)*kvwire.LocationSize)
+	for i := range locs {
+		l := &locs[i]
+		b = kvwire.AppendLocation(b, kvwire.Location{Offset: uint64(l.Offset), Length: uint64(l.Length), Sum: l.Sum})
+	}
+	return b
 }
 
-// fill gets the pages that are not here from peers, as far as they could be
-// leased at all.
-func (c *conn) fill(wanted []kvwire.Hash, here int, why kvwire.Reason, deadline time.Time) (int, kvwire.Reason) {
+// fill gets the pages that follow the prefix from peers, as far as they could
+// be leased at all, and extends it by them.
+func (c *conn) fill(p *cache.Prefix, missing []kvwire.Hash, why kvwire.Reason, deadline time.Time) kvwire.Reason {
 	e := c.eng
 	by := deadline.Add(-min(margin, time.Until(deadline)/4))
 	room := int(c.s.cfg.Cache.Arena().Size() / 4 / e.pageBytes)
-	want := wanted[here:min(len(wanted), max(here, room))]
+	want := missing[:min(len(missing), max(0, room-p.Pages()))]
 	if c.s.cfg.Fill == nil || len(want) == 0 || !time.Now().Before(by) {
-		return here, why
+		return why
 	}
 	ctx, stop := c.watch(by)
 	defer stop()
@@ -190,30 +194,32 @@ func (c *conn) fill(wanted []kvwire.Hash, here int, why kvwire.Reason, deadline 
 	n, why := c.s.cfg.Fill.Fill(ctx, r)
 	n = min(max(n, 0), len(want))
 	switch {
-	case here+n == len(wanted):
+	case n == len(missing):
 		why = kvwire.ReasonNone
 	case n == len(want):
 		why = kvwire.ReasonPinned
 	case why == kvwire.ReasonNone:
 		why = kvwire.ReasonAbsent
 	}
-	return here + n, why
+	if gone := p.Extend(want[:n]); gone != kvwire.ReasonNone {
+		why = gone
+	}
+	return why
 }
 
 func (c *conn) countLease(a kvwire.Leased, locs []cache.Location, wanted int) {
 	n, e := c.s.count, c.eng
 	localPages := int(a.Pages) - int(a.FromPeers)
-	var bytes [sources]int64
-	for i, l := range locs {
-		source := local
-		if i/e.shards >= localPages {
-			source = peer
-		}
-		bytes[source] += l.Length
-	}
-	n.hit(local, localPages, e.pageTokens, bytes[local])
-	n.hit(peer, int(a.FromPeers), e.pageTokens, bytes[peer])
+	n.hit(local, localPages, e.pageTokens, bytesOfAll(locs[:localPages*e.shards]))
+	n.hit(peer, int(a.FromPeers), e.pageTokens, bytesOfAll(locs[localPages*e.shards:]))
 	n.miss(a.Reason, wanted-int(a.Pages), e.pageTokens)
+}
+
+func bytesOfAll(locs []cache.Location) (n int64) {
+	for i := range locs {
+		n += locs[i].Length
+	}
+	return n
 }
 
 func (c *conn) handleExtend(body []byte) error {
@@ -272,11 +278,8 @@ func (p *pace) pages(left time.Duration, pageBytes int64) int {
 	return max(1, int(left.Seconds()/2*float64(speed))/int(max(pageBytes, 1)))
 }
 
-func (p *pace) learn(took time.Duration, locs []cache.Location) {
-	var bytes int64
-	for _, l := range locs {
-		bytes += l.Length
-	}
+// learn notes how long it took to check so many bytes.
+func (p *pace) learn(took time.Duration, bytes int64) {
 	if bytes < 1<<20 || took <= 0 {
 		return
 	}
