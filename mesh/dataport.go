@@ -36,10 +36,12 @@ type dataPort struct {
 	mu     sync.Mutex
 	conns  map[net.Conn]struct{}
 	proven int // of them, those that have done the challenge
+
+	maxStrangers int
 }
 
 func newDataPort(m *Mesh) *dataPort {
-	d := &dataPort{m: m, conns: make(map[net.Conn]struct{})}
+	d := &dataPort{m: m, conns: make(map[net.Conn]struct{}), maxStrangers: maxStrangers}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
 	return d
 }
@@ -88,7 +90,7 @@ func (d *dataPort) enter(c net.Conn) bool {
 	defer d.mu.Unlock()
 	// Strangers may take a part of the connections only.
 	strangers := len(d.conns) - d.proven
-	if d.ctx.Err() != nil || len(d.conns) >= d.m.cfg.MaxDataConns || strangers >= maxStrangers {
+	if d.ctx.Err() != nil || len(d.conns) >= d.m.cfg.MaxDataConns || strangers >= d.maxStrangers {
 		return false
 	}
 	d.conns[c] = struct{}{}
