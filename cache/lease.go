@@ -78,27 +78,38 @@ func (s *Space) Lease(req LeaseRequest, dst []Location) (Lease, []Location, kvwi
 	return l, dst, s.c.miss(why), nil
 }
 
+// grantStep is how many pages grant looks up before it touches them, so that
+// their ways through the caches of the processor overlap.
+const grantStep = 64
+
 // grant pins pages for l as far as they are held and the caps allow.
 func (s *Space) grant(l *lease, cl *client, hashes []kvwire.Hash, dst []Location) ([]Location, kvwire.Reason) {
 	c := s.c
-	for i := range hashes {
-		p := s.pages[hashes[i]]
-		objs, why := p.held(l.form)
-		if why == kvwire.ReasonNone && l.shards > 0 && len(objs) != l.shards {
-			why = kvwire.ReasonLayout
+	var found [grantStep]*page
+	for len(hashes) > 0 {
+		step := hashes[:min(grantStep, len(hashes))]
+		hashes = hashes[len(step):]
+		for i := range step {
+			found[i] = s.pages[step[i]]
 		}
-		if why == kvwire.ReasonNone && !c.mayPin(p, cl, l.bytes) {
-			why = kvwire.ReasonPinned
-		}
-		if why != kvwire.ReasonNone {
-			return dst, why
-		}
-		c.pin(p)
-		l.pages = append(l.pages, p)
-		l.bytes += p.bytes
-		if l.shards > 0 {
-			for k := range objs {
-				dst = append(dst, objs[k].location())
+		for _, p := range found[:len(step)] {
+			objs, why := p.held(l.form)
+			if why == kvwire.ReasonNone && l.shards > 0 && len(objs) != l.shards {
+				why = kvwire.ReasonLayout
+			}
+			if why == kvwire.ReasonNone && !c.mayPin(p, cl, l.bytes) {
+				why = kvwire.ReasonPinned
+			}
+			if why != kvwire.ReasonNone {
+				return dst, why
+			}
+			c.pin(p)
+			l.pages = append(l.pages, p)
+			l.bytes += p.bytes
+			if l.shards > 0 {
+				for k := range objs {
+					dst = append(dst, objs[k].location())
+				}
 			}
 		}
 	}

@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
+	"slices"
 )
 
 // Scope is everything per request that changes what the numbers in a page
@@ -71,6 +72,14 @@ func NewChain(pageTokens int, scope Scope) (*Chain, error) {
 	return c, nil
 }
 
+// Expect makes room for so many tokens more, so that a prompt whose tokens come
+// in pieces is hashed into one allocation.
+func (c *Chain) Expect(tokens int) {
+	if n := ((len(c.buf)-HashSize)/tokenSize + min(tokens, MaxTokens)) / c.pageTokens; n > 0 {
+		c.hashes = slices.Grow(c.hashes, n)
+	}
+}
+
 // AppendWire adds token ids in wire form (four bytes each, little endian) and
 // hashes each page that they fill.
 func (c *Chain) AppendWire(tokens []byte) error {
@@ -83,7 +92,7 @@ func (c *Chain) AppendWire(tokens []byte) error {
 	}
 	c.tokens += n
 	page := c.pageTokens * tokenSize
-	c.grow((len(c.buf) - HashSize + len(tokens)) / page)
+	c.Expect(n)
 	for len(c.buf)-HashSize+len(tokens) >= page {
 		k := HashSize + page - len(c.buf)
 		c.buf = append(c.buf, tokens[:k]...)
@@ -92,16 +101,6 @@ func (c *Chain) AppendWire(tokens []byte) error {
 	}
 	c.buf = append(c.buf, tokens...)
 	return nil
-}
-
-// grow makes room for n more hashes: exactly for a prompt, which seldom grows
-// much, and in larger steps for what comes token by token.
-func (c *Chain) grow(n int) {
-	if n > 1 && cap(c.hashes)-len(c.hashes) < n {
-		grown := make([]Hash, len(c.hashes), len(c.hashes)+n)
-		copy(grown, c.hashes)
-		c.hashes = grown
-	}
 }
 
 // Append adds token ids and hashes each page that they fill.

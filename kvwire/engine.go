@@ -109,34 +109,59 @@ type Match struct {
 
 // AppendMatch appends the message in wire form.
 func AppendMatch(b []byte, m Match) []byte {
+	return append(AppendMatchHead(b, m), m.Tokens...)
+}
+
+// AppendMatchHead appends the message without its tokens, which follow it as
+// they are.
+func AppendMatchHead(b []byte, m Match) []byte {
 	b = binary.LittleEndian.AppendUint32(b, m.Held)
 	b = binary.LittleEndian.AppendUint32(b, m.DeadlineUS)
 	b = binary.LittleEndian.AppendUint32(b, m.LeaseMS)
 	b = binary.LittleEndian.AppendUint16(b, m.Flags)
 	b = appendOptional(b, m.Scope.ExtraKey)
 	b = appendOptional(b, m.Scope.CacheSalt)
-	b = binary.LittleEndian.AppendUint32(b, uint32(len(m.Tokens)/tokenSize))
-	return append(b, m.Tokens...)
+	return binary.LittleEndian.AppendUint32(b, uint32(len(m.Tokens)/tokenSize))
 }
 
-// ParseMatch decodes the message. Tokens is a view of body.
+// ParseMatch decodes the message. Tokens lie in body.
 func ParseMatch(body []byte) (Match, error) {
-	d := decoder{b: body}
-	var m Match
+	m, head, err := ParseMatchHead(body, len(body))
+	if err == nil {
+		m.Tokens = body[head:]
+	}
+	return m, err
+}
+
+// MaxMatchHead is the most bytes that a match has before its tokens.
+const MaxMatchHead = 4 + 4 + 4 + 2 + 2 + MaxSalt + 2 + MaxSalt + 4
+
+// ParseMatchHead decodes what stands before the tokens of a match of length
+// bytes, and returns how many bytes that is; the rest are the tokens. b is the
+// message's beginning: MaxMatchHead bytes, or all of a shorter one.
+func ParseMatchHead(b []byte, length int) (m Match, head int, err error) {
+	d := decoder{b: b}
 	m.Held, m.DeadlineUS, m.LeaseMS, m.Flags = d.u32(), d.u32(), d.u32(), d.u16()
 	m.Scope.ExtraKey, m.Scope.CacheSalt = d.optional(), d.optional()
-	n := d.u32()
 	if err := checkScope(m.Scope); err != nil {
-		return m, err
+		return m, 0, err
 	}
-	if n > MaxTokens {
-		return m, Errorf(CodeTooLarge, "tokens", "%d tokens are more than %d", n, MaxTokens)
+	n := d.u32()
+	head = len(b) - len(d.b)
+	tokens := length - head
+	switch {
+	case d.short:
+		err = Errorf(CodeBadFrame, "match", "the message ends too early")
+	case n > MaxTokens:
+		err = Errorf(CodeTooLarge, "tokens", "%d tokens are more than %d", n, MaxTokens)
+	case m.Flags&^(MatchLocal|MatchPresence) != 0:
+		err = Errorf(CodeBadField, "flags", "%#04x has bits that are not defined", m.Flags)
+	case tokens < int(n)*tokenSize:
+		err = Errorf(CodeBadFrame, "match", "the message ends too early")
+	case tokens > int(n)*tokenSize:
+		err = Errorf(CodeBadFrame, "match", "%d bytes follow the message", tokens-int(n)*tokenSize)
 	}
-	if m.Flags&^(MatchLocal|MatchPresence) != 0 {
-		return m, Errorf(CodeBadField, "flags", "%#04x has bits that are not defined", m.Flags)
-	}
-	m.Tokens = d.bytes(int(n) * tokenSize)
-	return m, d.end("match")
+	return m, head, err
 }
 
 func checkScope(s Scope) error {

@@ -13,6 +13,8 @@ const Version = 1
 // HeaderSize is the size of a frame header, in bytes.
 const HeaderSize = 16
 
+const lengthAt = 12
+
 var magic = [4]byte{'M', 'B', 'R', 'N'}
 
 // Type says what a frame's body is. An answer has the type of its request with
@@ -191,6 +193,6 @@ func BeginFrame(b []byte, t Type, id uint32) ([]byte, int) {
 // EndFrame sets the length of the frame that begins at the given offset to
 // what was appended since.
 func EndFrame(b []byte, begin int) []byte {
-	binary.LittleEndian.PutUint32(b[begin+12:], uint32(len(b)-begin-HeaderSize))
+	binary.LittleEndian.PutUint32(b[begin+lengthAt:], uint32(len(b)-begin-HeaderSize))
 	return b
 }

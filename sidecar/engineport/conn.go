@@ -142,6 +142,8 @@ func (c *conn) request(h kvwire.Header) error {
 		return closing{kvwire.Errorf(kvwire.CodeUnauthorized, "key", "say hello first")}
 	case h.Type == kvwire.TypeWrite:
 		return c.handleWrite(h)
+	case h.Type == kvwire.TypeMatch && c.greeted && c.eng != nil && !c.s.draining.Load():
+		return c.handleMatch(h)
 	}
 	body, err := kvwire.ReadBody(c.r, h, c.in)
 	if err != nil {
@@ -180,7 +182,7 @@ func init() { // not a composite literal: handlers refer to conn, whose methods 
 	handlers = map[kvwire.Type]func(c *conn, body []byte) error{
 		kvwire.TypeHello: (*conn).handleHello, kvwire.TypeRegister: (*conn).handleRegister,
 		kvwire.TypePing:  func(*conn, []byte) error { return nil },
-		kvwire.TypeMatch: (*conn).handleMatch, kvwire.TypeExtend: (*conn).handleExtend,
+		kvwire.TypeMatch: nil, kvwire.TypeExtend: (*conn).handleExtend,
 		kvwire.TypeLease: (*conn).handleLease, kvwire.TypeRelease: (*conn).handleRelease,
 		kvwire.TypeReserve: (*conn).handleReserve, kvwire.TypeCommit: (*conn).handleCommit,
 		kvwire.TypeDrop: (*conn).handleDrop, kvwire.TypeReset: (*conn).handleReset,

@@ -13,22 +13,70 @@ import (
 // margin is kept of a request's time for leasing what a fill brought.
 const margin = 2 * time.Millisecond
 
-func (c *conn) handleMatch(body []byte) error {
-	m, err := kvwire.ParseMatch(body)
+// handleMatch hashes the tokens as they come, straight out of the
+// connection's buffer.
+func (c *conn) handleMatch(h kvwire.Header) error {
+	m, kc, err := c.receiveMatch(int(h.Length))
 	if err != nil {
 		return err
 	}
+	var begin int
+	c.out, begin = kvwire.BeginFrame(c.out[:0], kvwire.TypeMatch|kvwire.AnswerBit, h.ID)
+	if err := c.match(m, kc); err != nil {
+		return err
+	}
+	c.out = kvwire.EndFrame(c.out, begin)
+	return nil
+}
+
+// receiveMatch reads the body of a match, all of it whatever is wrong with it.
+// The tokens go into the chain and nowhere else.
+func (c *conn) receiveMatch(length int) (kvwire.Match, *kvwire.Chain, error) {
+	refuse := func(m kvwire.Match, rest int, err error) (kvwire.Match, *kvwire.Chain, error) {
+		if _, e := c.r.Discard(rest); e != nil {
+			return m, nil, closing{e}
+		}
+		return m, nil, err
+	}
+	b, err := c.r.Peek(min(length, kvwire.MaxMatchHead))
+	if err != nil {
+		return kvwire.Match{}, nil, closing{err}
+	}
+	m, head, err := kvwire.ParseMatchHead(b, length)
+	if err != nil {
+		return refuse(m, length, err)
+	}
+	rest := length - head
+	if _, err := c.r.Discard(head); err != nil {
+		return m, nil, closing{err}
+	}
+	if n := uint32(rest / 4); m.Held > n {
+		return refuse(m, rest, kvwire.Errorf(kvwire.CodeBadField, "held", "%d tokens are more than the %d of the prompt", m.Held, n))
+	}
+	kc, err := kvwire.NewChain(c.eng.pageTokens, m.Scope)
+	if err != nil {
+		return refuse(m, rest, err)
+	}
+	kc.Expect(min(rest, expectBytes) / 4)
+	for rest > 0 {
+		b, err := c.r.Peek(min(rest, max(4, c.r.Buffered()&^3)))
+		if err != nil {
+			return m, nil, closing{err}
+		}
+		if err := kc.AppendWire(b); err != nil {
+			return refuse(m, rest, err)
+		}
+		rest -= len(b)
+		_, _ = c.r.Discard(len(b)) // it has them
+	}
+	return m, kc, nil
+}
+
+// expectBytes bounds what the length of a match alone makes us allocate for.
+const expectBytes = 1 << 20
+
+func (c *conn) match(m kvwire.Match, kc *kvwire.Chain) error {
 	e := c.eng
-	if n := uint32(len(m.Tokens) / 4); m.Held > n {
-		return kvwire.Errorf(kvwire.CodeBadField, "held", "%d tokens are more than the %d of the prompt", m.Held, n)
-	}
-	kc, err := kvwire.NewChain(e.pageTokens, m.Scope)
-	if err != nil {
-		return err
-	}
-	if err := kc.AppendWire(m.Tokens); err != nil {
-		return err
-	}
 	ch := &chain{owner: c, c: kc}
 	handle, err := c.addChain(ch)
 	if err != nil {

@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "membrane" / "engines"
 BLOCK = 32
 PAGE = 64
-MATCH_MS, LOAD_MS, STORE_MS = 500, 2000, 1000
+MATCH_MS, LOAD_MS, STORE_MS = 1000, 2000, 1000
 SLACK_S = 0.05
 
 _PAUSE = threading.Event()

@@ -108,10 +108,15 @@ def test_pages_cross_from_a_to_b(cluster: Cluster) -> None:
     prefill(a, ids)
     written = a.sums("worker", "stored")[-PAGES:]
     loads, size = b.count("worker", "loads"), b.count("worker", "loaded_bytes")
-    peers = b.count("scheduler", "matched_pages_from_peers")
+    quiet(b)
+    peers, before = b.count("scheduler", "matched_pages_from_peers"), misses(b)
     got = b.complete(ids)
     same(got, want)
-    assert got.cached == PAGES * PAGE
+    if got.cached != PAGES * PAGE:
+        quiet(b)
+        pytest.fail(
+            f"{got.cached} tokens were cached after {got.seconds:.2f} s; misses: {before} then {misses(b)}"
+        )
     counted(b, "worker", "loads", loads)
     assert b.count("worker", "loaded_bytes") - size == PAGES * page_bytes(b)
     assert b.sums("worker", "loaded")[-PAGES:] == written
