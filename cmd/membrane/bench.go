@@ -15,7 +15,7 @@ func newBenchCommand() *cobra.Command {
 		Short: "Measure membrane, every figure beside a ceiling of the same run",
 		Args:  refuseArgs,
 	}
-	cmd.AddCommand(newBenchCoreCommand(), newFrameSourceCommand())
+	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newFrameSourceCommand())
 	return cmd
 }
 
