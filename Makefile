@@ -24,7 +24,7 @@ PYTHON_DIR := engines/python
 
 .PHONY: help
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: build
 build: ## Build bin/membrane, one static binary
@@ -49,6 +49,10 @@ test-go: build ## Run the Go tests with the race detector; write coverage.out
 .PHONY: test-exact
 test-exact: build ## Run the Go tests that the race detector would distort
 	MEMBRANE_BIN='$(CURDIR)/bin/membrane' GOFLAGS=-buildvcs=false go test -timeout 10m ./cache/ ./engines/llama/ ./kvwire/ ./mesh/ ./sidecar/...
+
+.PHONY: test-invariants
+test-invariants: ## Switch off each guard of an invariant and see its test fail
+	tools/invariants.sh
 
 .PHONY: test-python
 test-python: pytools ## Run the Python unit tests of engines/python
