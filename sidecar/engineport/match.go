@@ -12,7 +12,7 @@ import (
 // margin is kept of a request's time for leasing what a fill brought.
 const margin = 2 * time.Millisecond
 
-func (c *conn) handleMatch(body []byte) error {
+func (c *conn) handleMatch(body []byte) (err error) {
 	m, err := kvwire.ParseMatch(body)
 	if err != nil {
 		return err
@@ -25,34 +25,41 @@ func (c *conn) handleMatch(body []byte) error {
 	if err != nil {
 		return err
 	}
-	if err := kc.AppendWire(m.Tokens); err != nil {
-		return err
-	}
 	ch := &chain{owner: c, c: kc}
-	handle, err := c.addChain(ch)
+	handle, err := c.addChain(ch, len(m.Tokens)/4/e.pageTokens)
 	if err != nil {
 		return err
 	}
+	defer func() {
+		if err != nil { // as if nothing had been asked
+			e.mu.Lock()
+			e.dropChain(handle, ch)
+			e.mu.Unlock()
+		}
+	}()
+	if err = kc.AppendWire(m.Tokens); err != nil {
+		return err
+	}
 	first := min(int(m.Held)/e.pageTokens, len(kc.Hashes()))
-	err = c.lease(ask{
+	return c.lease(ask{
 		handle: handle, hashes: kc.Hashes(), first: first, most: kvwire.MaxBatch,
 		deadline: c.deadline(m.DeadlineUS), ttl: ttl(m.LeaseMS), flags: m.Flags,
 	})
-	if err != nil { // as if nothing had been asked
-		e.mu.Lock()
-		delete(e.chains, handle)
-		e.mu.Unlock()
-	}
-	return err
 }
 
-func (c *conn) addChain(ch *chain) (uint64, error) {
+// addChain gives a chain of so many pages a handle.
+func (c *conn) addChain(ch *chain, pages int) (uint64, error) {
 	e := c.eng
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if len(e.chains) >= MaxHandles {
 		return 0, kvwire.Errorf(kvwire.CodeBusy, "handle", "engine %q keeps %d chains, which is the most: drop those of finished requests", e.key.name, MaxHandles)
 	}
+	cost := chainCost(pages, e.pageTokens)
+	if err := e.take("handle", cost); err != nil {
+		return 0, err
+	}
+	ch.cost = cost
 	handle := c.s.lastID.Add(1)
 	e.chains[handle] = ch
 	return handle, nil
@@ -143,8 +150,8 @@ func (c *conn) lease(a ask) error {
 			why = reason
 		}
 		if granted.ID != 0 {
-			record := &lease{owner: c, hashes: wanted[:granted.Pages], expires: granted.Expires, left: e.holders()}
-			if err := e.addLease(granted.ID, record); err != nil {
+			record := &lease{owner: c, expires: granted.Expires, left: e.holders()}
+			if err := e.addLease(granted.ID, record, wanted[:granted.Pages]); err != nil {
 				_ = c.s.cfg.Cache.Cancel(granted.ID)
 				return err
 			}
@@ -227,6 +234,11 @@ func (c *conn) handleExtend(body []byte) error {
 	}
 	ch.mu.Lock()
 	defer ch.mu.Unlock()
+	if n := ch.c.Tokens() + len(x.Tokens)/4; n <= kvwire.MaxTokens { // else the chain refuses them
+		if err := c.eng.growChain(ch, x.Handle, n/c.eng.pageTokens); err != nil {
+			return err
+		}
+	}
 	if err := ch.c.AppendWire(x.Tokens); err != nil {
 		return err
 	}
@@ -239,11 +251,12 @@ func (c *conn) handleDrop(body []byte) error {
 	if err != nil {
 		return err
 	}
-	if _, err := c.eng.chainOf("handle", handle); err != nil {
+	ch, err := c.eng.chainOf("handle", handle)
+	if err != nil {
 		return err
 	}
 	c.eng.mu.Lock()
-	delete(c.eng.chains, handle)
+	c.eng.dropChain(handle, ch)
 	c.eng.mu.Unlock()
 	if c.inbox != nil {
 		before := len(c.inbox.reserved)

@@ -74,6 +74,7 @@ type Server struct {
 	slots    atomic.Int64 // reserved inbox slots
 	lastID   atomic.Uint64
 	pace     pace
+	memory   budget // for chains and leases
 
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
@@ -121,9 +122,11 @@ func New(cfg Config) (*Server, error) {
 		conns: make(map[*conn]struct{}), engines: make(map[engineKey]*engine),
 		inboxLeft: cfg.InboxBytes, spaces: make(map[*cache.Space]*spaceState),
 	}
+	s.memory.most = MaxMemory
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	cfg.Metrics.NewGauge("membrane_engine_connections", func() float64 { return float64(s.Status().Connections) })
 	cfg.Metrics.NewGauge("membrane_engine_engines", func() float64 { return float64(len(s.Status().Engines)) })
+	cfg.Metrics.NewGauge("membrane_engine_kept_bytes", func() float64 { return float64(s.memory.used.Load()) })
 	return s, nil
 }
 
