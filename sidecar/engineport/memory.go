@@ -6,12 +6,19 @@ import (
 	"membrane/kvwire"
 )
 
+// maxBodies is what the bodies of requests that are above smallBody take of the
+// heap at a time, all connections together.
+const (
+	maxBodies = 32 << 20
+	smallBody = 64 << 10
+)
+
 // Limits on what chains and leases may take of the heap, counted as below. A
 // chain of 131,072 tokens in pages of 64 takes 64 KiB.
 const (
 	// MaxMemory is for all engines together, MaxEngineMemory for one.
 	MaxMemory       = 64 << 20
-	MaxEngineMemory = MaxMemory / 2
+	MaxEngineMemory = MaxMemory / 4 * 3
 )
 
 // budget is a number of bytes that may be taken and are given back. It is safe
@@ -28,6 +35,9 @@ func (b *budget) take(n int64) bool {
 	}
 	return true
 }
+
+// takeFirst is take, except that nothing is too large while nothing is taken.
+func (b *budget) takeFirst(n int64) bool { return b.used.CompareAndSwap(0, n) || b.take(n) }
 
 func (b *budget) give(n int64) { b.used.Add(-n) }
 
