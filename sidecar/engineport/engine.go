@@ -84,10 +84,6 @@ type lease struct {
 // says what it is; the others must agree.
 func (c *conn) join(reg kvwire.Register, pageTokens int, object int64) error {
 	s, d := c.s, reg.Descriptor
-	space, err := s.cfg.Cache.Space(c.identity.Tenant, reg.Model.Namespace(pageTokens))
-	if err != nil {
-		return kvwire.Errorf(kvwire.CodeBusy, "model", "%v", err)
-	}
 	shard := d.Shard()
 	rank := rankKey{reg.Role, shard.Index}
 	s.mu.Lock()
@@ -95,6 +91,10 @@ func (c *conn) join(reg kvwire.Register, pageTokens int, object int64) error {
 	key := engineKey{c.identity.Tenant, reg.Engine}
 	e := s.engines[key]
 	if e == nil {
+		space, err := s.cfg.Cache.Space(c.identity.Tenant, reg.Model.Namespace(pageTokens))
+		if err != nil {
+			return kvwire.Errorf(kvwire.CodeBusy, "model", "%v", err)
+		}
 		e = &engine{
 			key: key, facts: reg.Model, form: d.Form(), layout: d.Layout, space: space, state: s.stateOf(space),
 			pageTokens: pageTokens, shards: int(shard.Count), tp: d.TPSize, pp: d.PPSize,

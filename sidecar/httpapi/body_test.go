@@ -71,8 +71,8 @@ func TestLargeBodiesUnderWayAreBounded(t *testing.T) {
 		}
 		return ok
 	}
-	require.Eventually(t, func() bool { return !most(2*(MaxBody+1)) }, 10*time.Second, time.Millisecond)
-	require.True(t, a.bodies.TryAcquire(MaxBody + 1)) // leaves less than another takes
+	require.Eventually(t, func() bool { return !most(2 * (MaxBody + 1)) }, 10*time.Second, time.Millisecond)
+	require.True(t, a.bodies.TryAcquire(MaxBody+1)) // leaves less than another takes
 	body := `{"tokens":[1]}` + large
 	got := a.do(t, "POST", "/reconstruct", body)
 	assert.Equal(t, 503, got.code)

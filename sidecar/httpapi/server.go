@@ -81,7 +81,7 @@ type Server struct {
 	inFlight atomic.Int64
 	bodies   *semaphore.Weighted // bytes
 	heavy    chan struct{}       // a token for each that has much to hold or to do
-	ctx      context.Context // ends when the server must stop at once
+	ctx      context.Context     // ends when the server must stop at once
 	cancel   context.CancelFunc
 	wg       sync.WaitGroup
 
