@@ -168,7 +168,7 @@ func (d *dataPort) serve(c net.Conn) {
 	var e *kvwire.Error
 	if errors.As(err, &e) {
 		d.m.counters.badFrames.Add(1)
-		d.m.log.Warn().Err(err).Str("peer", s.peer).Str("from", c.RemoteAddr().String()).Msg("ended a data connection")
+		d.m.strange.Warn().Err(err).Str("peer", s.peer).Str("from", c.RemoteAddr().String()).Msg("ended a data connection")
 	}
 }
 

@@ -6,10 +6,12 @@ import (
 	"errors"
 	"io"
 	"net"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/hashicorp/serf/serf"
+	"github.com/rs/zerolog"
 	"github.com/stretchr/testify/require"
 
 	"membrane/kvwire"
@@ -472,4 +474,34 @@ func FuzzDataPort(f *testing.F) {
 		_ = there.Close()
 		require.Zero(t, n.cache.Stats().Held)
 	})
+}
+
+// lineCounter counts the lines of a log.
+type lineCounter struct{ n atomic.Int64 }
+
+func (w *lineCounter) Write(p []byte) (int, error) {
+	w.n.Add(1)
+	return len(p), nil
+}
+
+func TestStrangersCannotFillTheLog(t *testing.T) {
+	t.Parallel()
+	var lines lineCounter
+	n := startNode(t, "a", func(c *Config) { c.Logger = zerolog.New(&lines) })
+	before := lines.n.Load()
+	for range 100 {
+		n.Address("GET", AddressPath, "Bearer x", time.Now())
+	}
+	for range 20 {
+		c, r := dialRaw(t, n)
+		_, err := c.Write(make([]byte, kvwire.HeaderSize))
+		require.NoError(t, err)
+		_, err = io.Copy(io.Discard, r)
+		require.NoError(t, err)
+	}
+	eventually(t, func() bool { return n.Stats().BadFrames == 20 }, "not counted")
+	require.EqualValues(t, 100, n.Stats().AuthFailures)
+	got := lines.n.Load() - before
+	require.Positive(t, got)
+	require.LessOrEqual(t, got, int64(2*strangeLines), "one line for each stranger")
 }

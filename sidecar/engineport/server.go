@@ -77,6 +77,7 @@ type Server struct {
 	cfg      Config
 	auth     *kvwire.Authenticator
 	count    *counters
+	strange  zerolog.Logger // for what any user can cause: some lines a minute
 	draining atomic.Bool
 	busy     atomic.Int64 // requests under way
 	slots    atomic.Int64 // reserved inbox slots
@@ -139,6 +140,7 @@ func New(cfg Config) (*Server, error) {
 		inboxLeft: cfg.InboxBytes, spaces: make(map[*cache.Space]*spaceState),
 	}
 	s.greetTimeout, s.bodyTimeout = greetTimeout, bodyTimeout
+	s.strange = cfg.Log.Sample(&zerolog.BurstSampler{Burst: 10, Period: time.Minute})
 	s.memory.most, s.bodies.most, s.receiving.most = MaxMemory, maxBodies, cfg.Cache.Arena().Size()/4
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	cfg.Metrics.NewGauge("membrane_engine_connections", func() float64 { return float64(s.Status().Connections) })
@@ -198,7 +200,7 @@ func (s *Server) admit(nc net.Conn) {
 		uid, err := peerUID(u)
 		if err != nil || !s.mayConnect(uid) {
 			s.count.refusedID.Inc()
-			s.cfg.Log.Warn().Err(err).Uint32("uid", uid).Msg("refused a connection to the engine socket: its user is not in --engine-uids")
+			s.strange.Warn().Err(err).Uint32("uid", uid).Msg("refused a connection to the engine socket: its user is not in --engine-uids")
 			_ = nc.Close()
 			return
 		}
