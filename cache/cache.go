@@ -32,6 +32,7 @@ type Cache struct {
 	alloc       *allocator
 	window      window
 	policyBytes int64
+	born        uint64 // pages that ever came into the table
 	pages       int64
 	objects     int64
 	resident    int64    // bytes of slots of pages in the table

@@ -70,83 +70,46 @@ func (s *Space) Lease(req LeaseRequest, dst []Location) (Lease, []Location, kvwi
 	if err := req.check(); err != nil {
 		return Lease{}, dst, kvwire.ReasonNone, err
 	}
-	if !req.Matched {
-		s.lookedUp(req.Hashes)
+	p, why := s.hold(req, dst, !req.Matched)
+	l, dst, bad := p.Lease(len(req.Hashes))
+	if bad != kvwire.ReasonNone { // counted already
+		return l, dst, bad, nil
 	}
-	c := s.c
-	base := len(dst)
-	now := time.Now()
-
-	c.mu.Lock()
-	if !c.enter() {
-		c.mu.Unlock()
-		return Lease{}, dst, c.miss(kvwire.ReasonDraining), nil
-	}
-	defer c.inside.Done()
-	l := c.leases.get()
-	l.form, l.shards, l.holders, l.left = req.Form, req.Shards, req.Holders, req.Holders
-	l.expires = now.Add(req.TTL)
-	cl := c.leases.client(req.Client)
-	dst, why := s.grant(l, cl, req.Hashes, dst)
-	if len(l.pages) == 0 {
-		c.leases.dropClient(cl)
-		c.leases.put(l)
-		c.mu.Unlock()
-		return Lease{}, dst, c.miss(why), nil
-	}
-	c.register(l, cl)
-	l.busy++
-	c.mu.Unlock()
-
-	if bad := c.firstCorrupt(dst[base:]); bad >= 0 {
-		why = kvwire.ReasonCorrupt
-		c.mu.Lock()
-		n := bad / req.Shards
-		c.condemn(l.pages[n], req.Form, bad%req.Shards)
-		c.shorten(l, n)
-		dst = dst[:base+n*req.Shards]
-	} else {
-		c.mu.Lock()
-	}
-	defer c.mu.Unlock()
-	out := Lease{ID: l.id, Pages: len(l.pages), Expires: l.expires}
-	if out.Pages == 0 {
-		c.end(l, endedEmpty)
-	}
-	ended := l.ended
-	c.idle(l)
-	switch {
-	case out.Pages == 0:
-		out = Lease{}
-	case ended != live:
-		out, dst, why = Lease{}, dst[:base], kvwire.ReasonExpired
-	default:
-		c.counters.granted.Add(1)
-	}
-	return out, dst, c.miss(why), nil
+	return l, dst, s.c.miss(why), nil
 }
+
+// grantStep is how many pages grant looks up before it touches them, so that
+// their ways through the caches of the processor overlap.
+const grantStep = 64
 
 // grant pins pages for l as far as they are held and the caps allow.
 func (s *Space) grant(l *lease, cl *client, hashes []kvwire.Hash, dst []Location) ([]Location, kvwire.Reason) {
 	c := s.c
-	for i := range hashes {
-		p := s.pages[hashes[i]]
-		objs, why := p.held(l.form)
-		if why == kvwire.ReasonNone && l.shards > 0 && len(objs) != l.shards {
-			why = kvwire.ReasonLayout
+	var found [grantStep]*page
+	for len(hashes) > 0 {
+		step := hashes[:min(grantStep, len(hashes))]
+		hashes = hashes[len(step):]
+		for i := range step {
+			found[i] = s.pages[step[i]]
 		}
-		if why == kvwire.ReasonNone && !c.mayPin(p, cl, l.bytes) {
-			why = kvwire.ReasonPinned
-		}
-		if why != kvwire.ReasonNone {
-			return dst, why
-		}
-		c.pin(p)
-		l.pages = append(l.pages, p)
-		l.bytes += p.bytes
-		if l.shards > 0 {
-			for k := range objs {
-				dst = append(dst, objs[k].location())
+		for _, p := range found[:len(step)] {
+			objs, why := p.held(l.form)
+			if why == kvwire.ReasonNone && l.shards > 0 && len(objs) != l.shards {
+				why = kvwire.ReasonLayout
+			}
+			if why == kvwire.ReasonNone && !c.mayPin(p, cl, l.bytes) {
+				why = kvwire.ReasonPinned
+			}
+			if why != kvwire.ReasonNone {
+				return dst, why
+			}
+			c.pin(p)
+			l.pages = append(l.pages, p)
+			l.bytes += p.bytes
+			if l.shards > 0 {
+				for k := range objs {
+					dst = append(dst, objs[k].location())
+				}
 			}
 		}
 	}
@@ -163,29 +126,24 @@ func (c *Cache) shorten(l *lease, n int) {
 }
 
 // firstCorrupt returns the index of the first location whose bytes are not
-// what was stored, or -1. The locations must be pinned.
-func (c *Cache) firstCorrupt(locs []Location) int {
-	for i, at := range locs {
+// what was stored, or -1, and how many bytes it checked. The locations must be
+// pinned. Those that fresh (where it is not nil) tells of by their index were
+// checked where they are a moment ago.
+func (c *Cache) firstCorrupt(locs []Location, fresh func(i int) bool) (bad int, bytes int64) {
+	checked := 0
+	defer func() { c.counters.verified.Add(uint64(checked)) }()
+	for i := range locs {
+		if fresh != nil && fresh(i) {
+			continue
+		}
+		at := &locs[i]
+		checked++
+		bytes += at.Length
 		if !intact(c.arena.Bytes(at.Offset, at.Length), at.Sum) {
-			c.counters.verified.Add(uint64(i + 1))
-			return i
+			return i, bytes
 		}
 	}
-	c.counters.verified.Add(uint64(len(locs)))
-	return -1
-}
-
-// lookedUp tells the policy about lookups.
-func (s *Space) lookedUp(hashes []kvwire.Hash) {
-	var keys [matchStep]uint64
-	for len(hashes) > 0 {
-		n := min(len(hashes), matchStep)
-		for i := range hashes[:n] {
-			keys[i] = s.key(&hashes[i])
-		}
-		s.c.touches.add(keys[:n])
-		hashes = hashes[n:]
-	}
+	return -1, bytes
 }
 
 // ReleaseState says what became of a lease by the time of its release.
@@ -272,7 +230,7 @@ func (c *Cache) verifyLease(l *lease) int {
 		}
 	}
 	c.mu.Unlock()
-	bad := c.firstCorrupt(locs)
+	bad, _ := c.firstCorrupt(locs, nil)
 	c.mu.Lock()
 	if cap(locs) <= maxKept {
 		c.leases.scratch = locs

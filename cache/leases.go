@@ -25,7 +25,7 @@ const (
 	// expired.
 	fates = 1 << 16
 	// maxKept bounds what is kept for reuse, in pages of one lease.
-	maxKept   = 4096
+	maxKept   = 8192
 	maxLeases = 64
 )
 

@@ -202,7 +202,8 @@ func (c *Cache) enterObject(s *Space, sl *Slot, o object) {
 	p := s.pages[sl.hash]
 	switch {
 	case p == nil:
-		p = &page{space: s, hash: sl.hash, key: s.key(&sl.hash), place: gone}
+		c.born++
+		p = &page{space: s, hash: sl.hash, key: s.key(&sl.hash), born: c.born, place: gone}
 		s.pages[sl.hash] = p
 		c.pages++
 	case p.place == inWindow:

@@ -63,6 +63,7 @@ type page struct {
 	more  []formSet
 
 	bytes int64  // of its slots
+	born  uint64 // when it came into the table, see Cache.born; never changes
 	refs  int32  // leases, pins, views and checks in progress
 	pins  int32  // the leases and pins among them, which are capped
 	gen   uint32 // of its stay in the policy; answers about an earlier one are stale

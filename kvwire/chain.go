@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
+	"slices"
 )
 
 // Scope is everything per request that changes what the numbers in a page
@@ -71,6 +72,14 @@ func NewChain(pageTokens int, scope Scope) (*Chain, error) {
 	return c, nil
 }
 
+// Expect makes room for so many tokens more, so that a prompt whose tokens come
+// in pieces is hashed into one allocation.
+func (c *Chain) Expect(tokens int) {
+	if n := ((len(c.buf)-HashSize)/tokenSize + min(tokens, MaxTokens)) / c.pageTokens; n > 0 {
+		c.hashes = slices.Grow(c.hashes, n)
+	}
+}
+
 // AppendWire adds token ids in wire form (four bytes each, little endian) and
 // hashes each page that they fill.
 func (c *Chain) AppendWire(tokens []byte) error {
@@ -82,15 +91,15 @@ func (c *Chain) AppendWire(tokens []byte) error {
 		return Errorf(CodeTooLarge, "tokens", "%d tokens are more than %d", c.tokens+n, MaxTokens)
 	}
 	c.tokens += n
-	full := HashSize + c.pageTokens*tokenSize
-	for len(tokens) > 0 {
-		k := min(full-len(c.buf), len(tokens))
+	page := c.pageTokens * tokenSize
+	c.Expect(n)
+	for len(c.buf)-HashSize+len(tokens) >= page {
+		k := HashSize + page - len(c.buf)
 		c.buf = append(c.buf, tokens[:k]...)
 		tokens = tokens[k:]
-		if len(c.buf) == full {
-			c.close()
-		}
+		c.close()
 	}
+	c.buf = append(c.buf, tokens...)
 	return nil
 }
 

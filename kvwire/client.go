@@ -183,18 +183,18 @@ func (c *Client) Ping(ctx context.Context) error {
 // Match asks for the longest prefix that can be had in time; locations are
 // appended to dst.
 func (c *Client) Match(ctx context.Context, m Match, dst []Location) (Leased, error) {
-	return c.leased(ctx, TypeMatch, func(b []byte) []byte { return AppendMatch(b, m) }, dst)
+	return c.leased(ctx, TypeMatch, func(b []byte) []byte { return AppendMatchHead(b, m) }, m.Tokens, dst)
 }
 
 // Lease leases pages of a known chain; locations are appended to dst.
 func (c *Client) Lease(ctx context.Context, l LeaseRequest, dst []Location) (Leased, error) {
-	return c.leased(ctx, TypeLease, func(b []byte) []byte { return AppendLeaseRequest(b, l) }, dst)
+	return c.leased(ctx, TypeLease, func(b []byte) []byte { return AppendLeaseRequest(b, l) }, nil, dst)
 }
 
-func (c *Client) leased(ctx context.Context, t Type, body func([]byte) []byte, dst []Location) (Leased, error) {
+func (c *Client) leased(ctx context.Context, t Type, body func([]byte) []byte, tail []byte, dst []Location) (Leased, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	answer, err := c.send(ctx, t, body)
+	answer, err := c.sendWith(ctx, t, body, tail)
 	if err != nil {
 		return Leased{}, err
 	}
@@ -268,7 +268,7 @@ func (c *Client) Commit(ctx context.Context, commits []Commit, dst []Committed) 
 func (c *Client) Write(ctx context.Context, page PageRef, object []byte) (Committed, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	answer, err := c.send(ctx, TypeWrite, func(b []byte) []byte { return append(AppendWriteHeader(b, page), object...) })
+	answer, err := c.sendWith(ctx, TypeWrite, func(b []byte) []byte { return AppendWriteHeader(b, page) }, object)
 	if err != nil {
 		return Committed{}, err
 	}
@@ -384,12 +384,25 @@ func (c *Client) call(ctx context.Context, t Type, body []byte) ([]byte, error) 
 
 // send exchanges one frame; the answer is valid until the next call.
 func (c *Client) send(ctx context.Context, t Type, body func([]byte) []byte) ([]byte, error) {
+	return c.sendWith(ctx, t, body, nil)
+}
+
+// sendWith is send for a body that ends with tail, which is sent from where it
+// is.
+func (c *Client) sendWith(ctx context.Context, t Type, body func([]byte) []byte, tail []byte) ([]byte, error) {
 	begin, err := c.begin(ctx, t)
 	if err != nil {
 		return nil, err
 	}
-	c.out = EndFrame(body(c.out), begin)
-	if _, err := c.conn.Write(c.out); err != nil {
+	c.out = body(c.out)
+	binary.LittleEndian.PutUint32(c.out[begin+lengthAt:], uint32(len(c.out)-begin-HeaderSize+len(tail)))
+	if len(tail) == 0 {
+		_, err = c.conn.Write(c.out)
+	} else {
+		parts := net.Buffers{c.out, tail}
+		_, err = parts.WriteTo(c.conn)
+	}
+	if err != nil {
 		return nil, c.spoil(err)
 	}
 	h, err := ReadHeader(c.r)

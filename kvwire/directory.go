@@ -198,10 +198,9 @@ func parseFilter(d *decoder) (DirectoryFilter, error) {
 		f.Bits[i] = binary.LittleEndian.Uint64(rawBits[8*i:])
 		ones += bits.OnesCount64(f.Bits[i])
 	}
-	tail := 0
-	if used := (int(n) + 1<<f.Buckets) % 64; used != 0 {
-		tail = bits.OnesCount64(f.Bits[words-1] >> used)
-	}
+	// Behind the zero that ends the last bucket nothing may stand.
+	last := (int(n) + 1<<f.Buckets - 1) % 64
+	tail := bits.OnesCount64(f.Bits[words-1] >> last)
 	if ones != int(n) || tail != 0 {
 		return f, Errorf(CodeBadField, "bits", "%d ones, %d of them behind the last bucket, for %d fingerprints", ones, tail, n)
 	}

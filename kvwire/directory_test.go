@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// threeBuckets is a filter of 2^1 buckets with fingerprints 5, 9 in the first
+// smallAnswer has a filter of 2^1 buckets with fingerprints 5, 9 in the first
 // and 7 in the second: bits 1 1 0 1 0.
 func smallAnswer() DirectoryAnswer {
 	return DirectoryAnswer{
@@ -86,6 +86,9 @@ func TestDirectoryLimits(t *testing.T) {
 	require.Equal(t, CodeBadField, CodeOf(check(bad)))
 	bad = full(3, 1)
 	bad.Filter.Bits[0] = 0b11 | 1<<9 // behind the last bucket
+	require.Equal(t, CodeBadField, CodeOf(check(bad)))
+
+	bad.Filter.Bits[0] = 0b10011 // and the last bucket has no end
 	require.Equal(t, CodeBadField, CodeOf(check(bad)))
 
 	good := AppendDirectoryAnswer(nil, smallAnswer())

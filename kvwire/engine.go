@@ -1,6 +1,9 @@
 package kvwire
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+	"slices"
+)
 
 // Hello is the body of a hello frame (JSON): the first message on a localhost
 // or data connection, optional on the engine socket.
@@ -106,34 +109,59 @@ type Match struct {
 
 // AppendMatch appends the message in wire form.
 func AppendMatch(b []byte, m Match) []byte {
+	return append(AppendMatchHead(b, m), m.Tokens...)
+}
+
+// AppendMatchHead appends the message without its tokens, which follow it as
+// they are.
+func AppendMatchHead(b []byte, m Match) []byte {
 	b = binary.LittleEndian.AppendUint32(b, m.Held)
 	b = binary.LittleEndian.AppendUint32(b, m.DeadlineUS)
 	b = binary.LittleEndian.AppendUint32(b, m.LeaseMS)
 	b = binary.LittleEndian.AppendUint16(b, m.Flags)
 	b = appendOptional(b, m.Scope.ExtraKey)
 	b = appendOptional(b, m.Scope.CacheSalt)
-	b = binary.LittleEndian.AppendUint32(b, uint32(len(m.Tokens)/tokenSize))
-	return append(b, m.Tokens...)
+	return binary.LittleEndian.AppendUint32(b, uint32(len(m.Tokens)/tokenSize))
 }
 
-// ParseMatch decodes the message. Tokens is a view of body.
+// ParseMatch decodes the message. Tokens lie in body.
 func ParseMatch(body []byte) (Match, error) {
-	d := decoder{b: body}
-	var m Match
+	m, head, err := ParseMatchHead(body, len(body))
+	if err == nil {
+		m.Tokens = body[head:]
+	}
+	return m, err
+}
+
+// MaxMatchHead is the most bytes that a match has before its tokens.
+const MaxMatchHead = 4 + 4 + 4 + 2 + 2 + MaxSalt + 2 + MaxSalt + 4
+
+// ParseMatchHead decodes what stands before the tokens of a match of length
+// bytes, and returns how many bytes that is; the rest are the tokens. b is the
+// message's beginning: MaxMatchHead bytes, or all of a shorter one.
+func ParseMatchHead(b []byte, length int) (m Match, head int, err error) {
+	d := decoder{b: b}
 	m.Held, m.DeadlineUS, m.LeaseMS, m.Flags = d.u32(), d.u32(), d.u32(), d.u16()
 	m.Scope.ExtraKey, m.Scope.CacheSalt = d.optional(), d.optional()
-	n := d.u32()
 	if err := checkScope(m.Scope); err != nil {
-		return m, err
+		return m, 0, err
 	}
-	if n > MaxTokens {
-		return m, Errorf(CodeTooLarge, "tokens", "%d tokens are more than %d", n, MaxTokens)
+	n := d.u32()
+	head = len(b) - len(d.b)
+	tokens := length - head
+	switch {
+	case d.short:
+		err = Errorf(CodeBadFrame, "match", "the message ends too early")
+	case n > MaxTokens:
+		err = Errorf(CodeTooLarge, "tokens", "%d tokens are more than %d", n, MaxTokens)
+	case m.Flags&^(MatchLocal|MatchPresence) != 0:
+		err = Errorf(CodeBadField, "flags", "%#04x has bits that are not defined", m.Flags)
+	case tokens < int(n)*tokenSize:
+		err = Errorf(CodeBadFrame, "match", "the message ends too early")
+	case tokens > int(n)*tokenSize:
+		err = Errorf(CodeBadFrame, "match", "%d bytes follow the message", tokens-int(n)*tokenSize)
 	}
-	if m.Flags&^(MatchLocal|MatchPresence) != 0 {
-		return m, Errorf(CodeBadField, "flags", "%#04x has bits that are not defined", m.Flags)
-	}
-	m.Tokens = d.bytes(int(n) * tokenSize)
-	return m, d.end("match")
+	return m, head, err
 }
 
 func checkScope(s Scope) error {
@@ -153,7 +181,8 @@ type Location struct {
 	Sum    Checksum
 }
 
-const locationSize = 24
+// LocationSize is the wire size of a location, in bytes.
+const LocationSize = 24
 
 // Leased answers a match or a lease: where the pages are, and why no more.
 //
@@ -194,12 +223,18 @@ func AppendLeased(b []byte, l Leased) []byte {
 	b = binary.LittleEndian.AppendUint32(b, l.FromPeers)
 	b = binary.LittleEndian.AppendUint16(b, l.Shards)
 	b = append(b, byte(l.Reason), 0)
+	b = slices.Grow(b, len(l.Locations)*LocationSize)
 	for _, loc := range l.Locations {
-		b = binary.LittleEndian.AppendUint64(b, loc.Offset)
-		b = binary.LittleEndian.AppendUint64(b, loc.Length)
-		b = binary.LittleEndian.AppendUint64(b, uint64(loc.Sum))
+		b = AppendLocation(b, loc)
 	}
 	return b
+}
+
+// AppendLocation appends one of the locations that a leased message ends with.
+func AppendLocation(b []byte, l Location) []byte {
+	b = binary.LittleEndian.AppendUint64(b, l.Offset)
+	b = binary.LittleEndian.AppendUint64(b, l.Length)
+	return binary.LittleEndian.AppendUint64(b, uint64(l.Sum))
 }
 
 // ParseLeased decodes the message; locations are appended to dst.
@@ -214,11 +249,18 @@ func ParseLeased(body []byte, dst []Location) (Leased, error) {
 	if l.Lease != 0 {
 		n = int(l.Pages) * int(l.Shards)
 	}
-	if d.short || n*locationSize != len(d.b) {
+	if d.short || n*LocationSize != len(d.b) {
 		return l, Errorf(CodeBadFrame, "locations", "%d bytes do not hold %d pages of %d shards", len(d.b), l.Pages, l.Shards)
 	}
-	for range n {
-		dst = append(dst, Location{Offset: d.u64(), Length: d.u64(), Sum: Checksum(d.u64())})
+	in := d.bytes(n * LocationSize)
+	at := len(dst)
+	dst = slices.Grow(dst, n)[:at+n]
+	for i := range dst[at:] {
+		b := in[i*LocationSize:][:LocationSize]
+		dst[at+i] = Location{
+			Offset: binary.LittleEndian.Uint64(b), Length: binary.LittleEndian.Uint64(b[8:]),
+			Sum: Checksum(binary.LittleEndian.Uint64(b[16:])),
+		}
 	}
 	l.Locations = dst
 	return l, d.end("leased")

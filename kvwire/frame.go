@@ -13,6 +13,8 @@ const Version = 1
 // HeaderSize is the size of a frame header, in bytes.
 const HeaderSize = 16
 
+const lengthAt = 12
+
 var magic = [4]byte{'M', 'B', 'R', 'N'}
 
 // Type says what a frame's body is. An answer has the type of its request with
@@ -41,6 +43,7 @@ const (
 	TypeProof     Type = 0x21
 	TypeBatchRead Type = 0x22
 	TypeDirectory Type = 0x23
+	TypeCheck     Type = 0x24
 
 	// TypePage carries one page of a batch read or of an inline read.
 	TypePage Type = 0x40
@@ -56,7 +59,8 @@ var typeNames = map[Type]string{
 	TypeHello: "hello", TypeRegister: "register", TypePing: "ping", TypeMatch: "match", TypeExtend: "extend",
 	TypeLease: "lease", TypeRelease: "release", TypeReserve: "reserve", TypeCommit: "commit", TypeDrop: "drop",
 	TypeReset: "reset", TypeStats: "stats", TypeRead: "read", TypeWrite: "write", TypeChallenge: "challenge",
-	TypeProof: "proof", TypeBatchRead: "batch_read", TypeDirectory: "directory", TypePage: "page", TypeError: "error",
+	TypeProof: "proof", TypeBatchRead: "batch_read", TypeDirectory: "directory",
+	TypeCheck: "check", TypePage: "page", TypeError: "error",
 }
 
 // String returns the type's name, with "_answer" behind it for answers.
@@ -189,6 +193,6 @@ func BeginFrame(b []byte, t Type, id uint32) ([]byte, int) {
 // EndFrame sets the length of the frame that begins at the given offset to
 // what was appended since.
 func EndFrame(b []byte, begin int) []byte {
-	binary.LittleEndian.PutUint32(b[begin+12:], uint32(len(b)-begin-HeaderSize))
+	binary.LittleEndian.PutUint32(b[begin+lengthAt:], uint32(len(b)-begin-HeaderSize))
 	return b
 }

@@ -175,6 +175,7 @@ func TestFrameVectors(t *testing.T) {
 		"challenge":        frame(TypeChallenge, 1, AppendChallenge(nil, asker)),
 		"challenge_answer": frame(TypeChallenge|AnswerBit, 1, AppendChallengeAnswer(nil, ChallengeAnswer{Proof(key, SideAnswerer, asker, answerer), answerer})),
 		"proof":            frame(TypeProof, 2, proof[:]),
+		"check":            frame(TypeCheck, 3, AppendBatchRead(nil, BatchRead{DeadlineUS: 50000, Form: form, Namespace: ns, Tenant: "acme", Hashes: []Hash{hash}})),
 		"batch_read":       frame(TypeBatchRead, 3, AppendBatchRead(nil, BatchRead{DeadlineUS: 50000, Form: form, Namespace: ns, Tenant: "acme", Hashes: []Hash{hash}})),
 	} {
 		want, ok := v.Frames[name]

@@ -37,10 +37,12 @@ type dataPort struct {
 	mu        sync.Mutex
 	conns     map[net.Conn]struct{}
 	strangers []net.Conn // of them, those that have not done the challenge, oldest first
+
+	maxStrangers int
 }
 
 func newDataPort(m *Mesh) *dataPort {
-	d := &dataPort{m: m, conns: make(map[net.Conn]struct{})}
+	d := &dataPort{m: m, conns: make(map[net.Conn]struct{}), maxStrangers: maxStrangers}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
 	return d
 }
@@ -92,7 +94,7 @@ func (d *dataPort) enter(c net.Conn) bool {
 	}
 	// Strangers may take a part of the connections only. A peer does the
 	// challenge at once, so that it is those who wait that go.
-	if len(d.strangers) >= maxStrangers {
+	if len(d.strangers) >= d.maxStrangers {
 		_ = d.strangers[0].Close()
 		d.strangers = slices.Delete(d.strangers, 0, 1)
 		d.m.counters.refusals.Add(1)
@@ -255,7 +257,7 @@ func (s *session) request() error {
 		return s.refuse(h.ID, err)
 	}
 	arrived := time.Now()
-	if h.Type != kvwire.TypeBatchRead && h.Type != kvwire.TypeDirectory {
+	if h.Type != kvwire.TypeBatchRead && h.Type != kvwire.TypeDirectory && h.Type != kvwire.TypeCheck {
 		return s.refuse(h.ID, kvwire.Errorf(kvwire.CodeBadField, "type", "a %s frame is not for the data port", h.Type))
 	}
 	_ = s.c.SetReadDeadline(arrived.Add(answerTime))
@@ -275,6 +277,9 @@ func (s *session) request() error {
 	}
 	if s.hashes = req.Hashes; cap(s.hashes) > keepHashes {
 		s.hashes = nil
+	}
+	if h.Type == kvwire.TypeCheck {
+		return s.check(h.ID, req, arrived)
 	}
 	return s.batchRead(h.ID, req, arrived)
 }

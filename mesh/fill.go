@@ -242,7 +242,7 @@ func (c *call) leave() {
 	fs.mu.Lock()
 	defer fs.mu.Unlock()
 	for p := range c.pulls {
-		if p.waiters--; p.waiters > 0 || p.ended {
+		if p.waiters--; p.waiters > 0 || p.landed || p.ended {
 			continue
 		}
 		if time.Now().Before(p.deadline) {

@@ -46,7 +46,7 @@ func TestFillBringsThePrefix(t *testing.T) {
 	require.Zero(t, s.Pulling)
 	require.Equal(t, 64, s.OwnPages, "what was fetched is offered to others")
 
-	got, why = b.Fill(within(t, time.Second), b.request(pages[:64], shards))
+	got, why = b.Fill(within(t, 10*time.Second), b.request(pages[:64], shards))
 	require.Equal(t, 64, got)
 	require.Equal(t, kvwire.ReasonNone, why)
 	require.Equal(t, uint64(1), b.Stats().Pulls, "nothing is missing, nobody is asked")
@@ -61,7 +61,7 @@ func TestMissThatNobodyHoldsAsksNobody(t *testing.T) {
 	put(t, a, testHashes("p", 50), 1, 1000)
 	waitListed(t, b, "holder", testHashes("p", 50))
 	for i := range 20 {
-		got, why := b.Fill(within(t, time.Second), b.request(testHashes(string(rune('A'+i)), 1000), 1))
+		got, why := b.Fill(within(t, 10*time.Second), b.request(testHashes(string(rune('A'+i)), 1000), 1))
 		require.Zero(t, got)
 		require.Equal(t, kvwire.ReasonAbsent, why)
 	}
@@ -81,7 +81,7 @@ func TestFillOfOtherFormAsksNobody(t *testing.T) {
 	waitListed(t, b, "holder", pages)
 	req := b.request(pages, 1)
 	req.Form = kvwire.Form{9}
-	got, why := b.Fill(within(t, time.Second), req)
+	got, why := b.Fill(within(t, 10*time.Second), req)
 	require.Zero(t, got)
 	require.Equal(t, kvwire.ReasonAbsent, why)
 	require.Zero(t, b.Stats().Pulls)
@@ -94,11 +94,11 @@ func TestFillOfOtherShardsIsRefused(t *testing.T) {
 	pages := testHashes("p", 2)
 	put(t, a, pages, 2, 1000)
 	waitListed(t, b, "holder", pages)
-	got, why := b.Fill(within(t, time.Second), b.request(pages, 1))
+	got, why := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 	require.Zero(t, got)
 	require.Equal(t, kvwire.ReasonPeer, why)
 	require.Zero(t, b.Stats().Fetched)
-	got, why = b.Fill(within(t, time.Second), b.request(pages, 0))
+	got, why = b.Fill(within(t, 10*time.Second), b.request(pages, 0))
 	require.Zero(t, got)
 	require.Equal(t, kvwire.ReasonLayout, why)
 }
@@ -110,14 +110,18 @@ func TestFlippedByteInTheHoldersArena(t *testing.T) {
 	put(t, a, pages, 1, pageBytes)
 	waitListed(t, b, "holder", pages)
 	flipInArena(t, a, payload(pages[5], 0, pageBytes))
-	got, why := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	got, why := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 	require.Equal(t, 5, got)
 	require.Equal(t, kvwire.ReasonCorrupt, why)
 	requireHeld(t, b, pages[:5], 1, pageBytes)
 	require.False(t, b.space.Has(testForm, pages[5]))
-	require.Equal(t, uint64(1), a.Stats().NotServed[kvwire.ReasonCorrupt])
+	require.Equal(t, uint64(1), b.Stats().Corrupt)
 	require.Equal(t, uint64(1), b.Stats().Failures[kvwire.ReasonCorrupt])
-	require.Equal(t, uint64(1), a.cache.Stats().Corrupt, "the holder has quarantined it")
+	eventually(t, func() bool { return a.cache.Stats().Corrupt == 1 }, "the holder does not hear of it")
+	require.False(t, a.space.Has(testForm, pages[5]), "the holder has quarantined it")
+	eventually(t, func() bool { return a.Stats().NotServed[kvwire.ReasonCorrupt] == 1 }, "it is not counted")
+	require.True(t, a.space.Has(testForm, pages[4]))
+	b.peerOf(t, "holder").idleConn(t)
 }
 
 func TestFlippedByteOnTheWire(t *testing.T) {
@@ -134,15 +138,18 @@ func TestFlippedByteOnTheWire(t *testing.T) {
 		}
 	})
 	b.detour(t, "holder", px.addr)
-	got, why := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	got, why := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 	require.Equal(t, 3, got)
 	require.Equal(t, kvwire.ReasonCorrupt, why)
 	require.Equal(t, uint64(1), b.Stats().Corrupt)
 	require.False(t, b.space.Has(testForm, pages[3]))
 	requireHeld(t, b, pages[:3], 1, pageBytes)
+	eventually(t, func() bool { return b.Stats().Pulling == 0 }, "the pull does not end")
+	requireHeld(t, a, pages, 1, pageBytes) // the holder has checked it in vain
+	require.Zero(t, a.cache.Stats().Corrupt)
 	// Those behind it were under way. A second try brings the rest.
 	px.bytes(nil)
-	got, why = b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	got, why = b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 	require.Equal(t, 8, got)
 	require.Equal(t, kvwire.ReasonNone, why)
 	requireHeld(t, b, pages, 1, pageBytes)
@@ -160,10 +167,45 @@ func TestCorruptPageComesFromAnother(t *testing.T) {
 	waitListed(t, b, "holder", pages)
 	waitListed(t, b, "second", pages[:6])
 	flipInArena(t, a, payload(pages[5], 0, pageBytes))
-	got, _ := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	got, _ := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 	require.GreaterOrEqual(t, got, 6)
 	requireHeld(t, b, pages[:6], 1, pageBytes)
-	require.Equal(t, uint64(1), c.Stats().Served)
+	eventually(t, func() bool { return c.Stats().Served == 1 }, "not counted") // after the bytes were written
+}
+
+// A fill does not wait for what follows its last page, nor does its end cut
+// that short: the connection is used again.
+func TestFillEndsWithItsLastPage(t *testing.T) {
+	t.Parallel()
+	n := startNode(t, "reader", nil)
+	pages := testHashes("endless", 3)
+	liar(t, n, pages, func(req kvwire.BatchRead, id uint32) (out []byte) {
+		for i := range req.Hashes {
+			p, b := honest(req, i)
+			out = append(out, pageFrame(id, p, b)...)
+		}
+		return out // and no end of the answer
+	})
+	got, why := n.Fill(within(t, time.Minute), n.request(pages, 1))
+	require.Equal(t, 3, got, why.String())
+	eventually(t, func() bool { return n.Stats().Pulling == 0 }, "the pull waits for ever")
+
+	a, b := pair(t, nil)
+	pages = testHashes("p", 4)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	var first *dataConn
+	for range 50 {
+		got, _ := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
+		require.Equal(t, 4, got)
+		c := b.peerOf(t, "holder").idleConn(t)
+		if first == nil {
+			first = c
+		}
+		require.Same(t, first, c)
+		b.space.Reset()
+		eventually(t, func() bool { return b.Stats().Pulling == 0 }, "the pull does not end")
+	}
 }
 
 // hold blocks the peer's bytes after some of them until the test ends.
@@ -188,9 +230,15 @@ func TestStoppedPeerEndsAtTheDeadline(t *testing.T) {
 		px := newProxy(t, a.DataAddr())
 		hold(t, px, after)
 		p := b.detour(t, "holder", px.addr)
-		begin := time.Now()
-		got, why := b.Fill(within(t, deadline), b.request(pages, 1))
-		took := time.Since(begin)
+		var took time.Duration
+		var got int
+		var why kvwire.Reason
+		for try := 0; try == 0 || try < 3 && took >= deadline+slack; try++ { // the machine may be busy
+			p.markUp()
+			begin := time.Now()
+			got, why = b.Fill(within(t, deadline), b.request(pages, 1))
+			took = time.Since(begin)
+		}
 		require.Less(t, took, deadline+slack, name)
 		require.GreaterOrEqual(t, took, deadline-10*time.Millisecond, name)
 		require.Equal(t, kvwire.ReasonDeadline, why, name)
@@ -216,7 +264,7 @@ func TestStoppedPeerIsReplaced(t *testing.T) {
 	px := newProxy(t, a.DataAddr())
 	hold(t, px, 2*pageBytes)
 	b.detour(t, "holder", px.addr)
-	got, _ := b.Fill(within(t, 2*time.Second), b.request(pages, 1))
+	got, _ := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
 	require.Equal(t, 7, got)
 	requireHeld(t, b, pages[:7], 1, pageBytes)
 }
@@ -235,8 +283,8 @@ func TestPeerKilledInMidFill(t *testing.T) {
 	})
 	p := b.detour(t, "holder", px.addr)
 	begin := time.Now()
-	got, why := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
-	require.Less(t, time.Since(begin), time.Second, "a lost connection is not waited for")
+	got, why := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
+	require.Less(t, time.Since(begin), 5*time.Second, "a lost connection is not waited for")
 	require.Equal(t, kvwire.ReasonPeer, why)
 	require.GreaterOrEqual(t, got, 3)
 	require.Less(t, got, 32)
@@ -246,7 +294,7 @@ func TestPeerKilledInMidFill(t *testing.T) {
 	px.bytes(nil)
 	eventually(t, func() bool { return !p.isDown() }, "it is never tried again")
 	eventually(t, func() bool {
-		got, _ := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+		got, _ := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 		return got == 32
 	}, "it does not recover")
 	requireHeld(t, b, pages, 1, pageBytes)
@@ -281,7 +329,7 @@ func TestConnectionsEndWithThePeer(t *testing.T) {
 	pages := testHashes("p", 1)
 	put(t, a, pages, 1, 1000)
 	waitListed(t, b, "holder", pages)
-	got, _ := b.Fill(within(t, 5*time.Second), b.request(pages, 1))
+	got, _ := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 	require.Equal(t, 1, got)
 	p := b.peerOf(t, "holder")
 	c := p.idleConn(t)
@@ -374,7 +422,7 @@ func TestCancelledLeaderDoesNotFailFollowers(t *testing.T) {
 	px := newProxy(t, a.DataAddr())
 	g := gated(t, px, 300)
 	b.detour(t, "holder", px.addr)
-	leader, cancel := context.WithCancel(within(t, 5*time.Second))
+	leader, cancel := context.WithCancel(within(t, 10*time.Second))
 	led := make(chan kvwire.Reason, 1)
 	go func() {
 		_, why := b.Fill(leader, b.request(pages, 1))
@@ -406,7 +454,7 @@ func TestFollowerOutlivesTheLeadersDeadline(t *testing.T) {
 	b.detour(t, "holder", px.addr)
 	led := make(chan kvwire.Reason, 1)
 	go func() {
-		_, why := b.Fill(within(t, 800*time.Millisecond), b.request(pages, 1))
+		_, why := b.Fill(within(t, 2*time.Second), b.request(pages, 1))
 		led <- why
 	}()
 	eventually(t, func() bool { return b.Stats().Pulls == 1 }, "no pull")
@@ -432,14 +480,14 @@ func TestAbandonedPullEnds(t *testing.T) {
 	hold(t, px, pageBytes)
 	p := b.detour(t, "holder", px.addr)
 	ctx, cancel := context.WithCancel(within(t, 30*time.Second))
-	filled := make(chan kvwire.Reason, 1)
+	done := make(chan kvwire.Reason, 1)
 	go func() {
 		_, why := b.Fill(ctx, b.request(pages, 1))
-		filled <- why
+		done <- why
 	}()
 	eventually(t, func() bool { return b.cache.Stats().Held == 1 }, "no page under way")
 	cancel()
-	require.Equal(t, kvwire.ReasonDeadline, <-filled)
+	require.Equal(t, kvwire.ReasonDeadline, <-done)
 	eventually(t, func() bool { return b.Stats().Pulling == 0 && b.cache.Stats().Held == 0 }, "the pull goes on")
 	require.False(t, p.isDown(), "that was no fault of the peer's")
 }
@@ -451,7 +499,7 @@ func TestHolderStopsAtTheDeadline(t *testing.T) {
 	pages := testHashes("p", 3)
 	put(t, a, pages, 1, pageBytes)
 	p := b.peerOf(t, "holder")
-	c, err := p.take(within(t, time.Second), true)
+	c, err := p.take(within(t, 10*time.Second), true)
 	require.NoError(t, err)
 	defer c.close()
 	req := kvwire.BatchRead{DeadlineUS: 0, Form: testForm, Namespace: testNS, Tenant: testTenant, Hashes: pages}
@@ -486,7 +534,7 @@ func TestFullCacheEndsTheFill(t *testing.T) {
 		}
 		keep = append(keep, sl)
 	}
-	got, why := b.Fill(within(t, 2*time.Second), b.request(pages, 1))
+	got, why := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 	for _, k := range keep {
 		k.Abort()
 	}

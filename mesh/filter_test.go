@@ -145,6 +145,29 @@ func TestGallopNeverProbesMoreThan64(t *testing.T) {
 	require.LessOrEqual(t, most, 64)
 }
 
+// Whatever filter the parser lets through can be searched and changed.
+func FuzzReceivedFilter(f *testing.F) {
+	r := rand.New(rand.NewPCG(13, 14))
+	for _, n := range []int{0, 1, 63, 64, 300} {
+		f.Add(kvwire.AppendDirectoryAnswer(nil, kvwire.DirectoryAnswer{Full: true, Filter: newFilter(randomDigests(r, n)).DirectoryFilter, Added: randomDigests(r, 3)}))
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		a, err := kvwire.ParseDirectoryAnswer(b)
+		if err != nil || !a.Full {
+			return
+		}
+		g := receiveFilter(a.Filter)
+		for i := range uint64(64) {
+			g.has(i << 58)
+			g.has(i * 0x9E3779B97F4A7C15)
+		}
+		g = g.apply(a.Added, a.Removed)
+		for _, v := range g.values(nil) {
+			require.True(t, g.has(v<<(64-g.Buckets-fingerprintBits)))
+		}
+	})
+}
+
 func randomDigests(r *rand.Rand, n int) []uint64 {
 	out := make([]uint64, n)
 	for i := range out {

@@ -81,13 +81,15 @@ func (g *gossip) start(ctx context.Context) error {
 
 // settings returns serf's configuration. A dead node is believed dead by all
 // within 6 s at up to 64 nodes: it is probed within about a second and
-// suspected for 4 × log10(N) probe intervals.
+// suspected for 5 × max(1, log10(N)) probe intervals. Less would take nodes
+// that are short of CPU for dead.
 func (g *gossip) settings(name string) (*serf.Config, chan serf.Event, error) {
 	host, portText, _ := net.SplitHostPort(g.cfg.GossipAddr)
 	port, _ := strconv.Atoi(portText)
 	ml := memberlist.DefaultLANConfig()
 	ml.ProbeInterval = 500 * time.Millisecond
 	ml.ProbeTimeout = 300 * time.Millisecond
+	ml.SuspicionMult = 5
 	ml.SuspicionMaxTimeoutMult = 2
 	ml.TCPTimeout = 3 * time.Second // dead addresses in a join list cost this each
 	conf := serf.DefaultConfig()

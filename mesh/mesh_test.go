@@ -82,7 +82,7 @@ func TestWrongClusterKeyIsRefusedBothWays(t *testing.T) {
 		require.Zero(t, s.DirectoryServed)
 		require.Zero(t, s.DirectoryPages)
 	}
-	got, why := b.Fill(within(t, time.Second), b.request(pages, 1))
+	got, why := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 	require.Zero(t, got)
 	require.Equal(t, kvwire.ReasonAbsent, why)
 	require.Zero(t, a.Stats().Served)
@@ -147,7 +147,7 @@ func TestDeathIsBelieved(t *testing.T) {
 	require.NoError(t, s.Shutdown())
 	a.data.close()
 	eventually(t, b.peerOf(t, "holder").isDown, "still a candidate")
-	require.Less(t, time.Since(died), 200*time.Millisecond)
+	require.Less(t, time.Since(died), 500*time.Millisecond)
 	for _, n := range []*node{b, c} {
 		eventually(t, func() bool {
 			for _, m := range n.Members() {
@@ -235,7 +235,7 @@ func TestTagPause(t *testing.T) {
 // A change of tags is told, but not before the pause since the last has passed.
 func TestTagsChangeSlowly(t *testing.T) {
 	t.Parallel()
-	const pause = 300 * time.Millisecond
+	const pause = time.Second
 	a, b := pair(t, nil)
 	a.gossip.mu.Lock()
 	a.gossip.pause = func(int) time.Duration { return pause }
@@ -250,10 +250,15 @@ func TestTagsChangeSlowly(t *testing.T) {
 	}
 	a.SetTag("ns", "1")
 	eventually(t, func() bool { return seen("1") }, "not told")
-	began := time.Now()
+	told := func() time.Time {
+		a.gossip.mu.Lock()
+		defer a.gossip.mu.Unlock()
+		return a.gossip.tagsAt
+	}
+	first := told()
 	a.SetTag("ns", "2")
 	a.SetTag("ns", "3") // told once, together
 	a.SetTag("ns", "3")
 	eventually(t, func() bool { return seen("3") }, "not told")
-	require.Greater(t, time.Since(began), pause/2)
+	require.GreaterOrEqual(t, told().Sub(first), pause)
 }

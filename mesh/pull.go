@@ -15,6 +15,11 @@ var (
 	errPullDeadline = errors.New("the deadline of all who wait has passed")
 )
 
+const (
+	tailTime   = 500 * time.Millisecond // for the end of an answer whose pages are all here
+	reportTime = 2 * time.Second        // for a peer to check pages that came wrong
+)
+
 // errLocal is a page that the local cache does not take.
 type errLocal struct{ why kvwire.Reason }
 
@@ -43,10 +48,12 @@ type pull struct {
 	settled int  // leading flights that are done
 	heard   bool // something came from the peer
 	lengths []int64
+	bad     []kvwire.Hash // pages that came with wrong bytes
 
 	// Guarded by fills.mu.
 	waiters  int
 	deadline time.Time // the latest of the waiters'
+	landed   bool      // all flights are done, only courtesies are left
 	ended    bool
 }
 
@@ -66,6 +73,7 @@ func (p *pull) run() {
 	err := p.fetch()
 	p.peer.pulls.Add(-1)
 	p.end(err)
+	p.report()
 }
 
 func (p *pull) fetch() error {
@@ -100,14 +108,7 @@ func (p *pull) fetch() error {
 
 // exchange asks for the pages and stores them as they come.
 func (p *pull) exchange(c *dataConn) error {
-	left := time.Until(p.until()).Microseconds()
-	req := kvwire.BatchRead{
-		DeadlineUS: uint32(min(max(left, 1), maxReadTime.Microseconds())),
-		Form:       p.req.Form,
-		Namespace:  p.req.Space.Namespace(),
-		Tenant:     p.req.Space.Tenant(),
-		Hashes:     p.hashes,
-	}
+	req := p.request(time.Until(p.until()), p.hashes)
 	if err := c.send(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, req)); err != nil {
 		return err
 	}
@@ -118,7 +119,7 @@ func (p *pull) exchange(c *dataConn) error {
 		}
 		p.settle(why, false)
 	}
-	h, err := p.header(c)
+	h, err := p.header(c, tailTime) // nobody waits any more
 	if err != nil {
 		return err
 	}
@@ -134,15 +135,49 @@ func (p *pull) exchange(c *dataConn) error {
 	return nil
 }
 
+// report has the peer check its own copies of pages that came with wrong
+// bytes: it sends them unchecked, and would go on.
+func (p *pull) report() {
+	if len(p.bad) == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(p.peer.ctx, reportTime)
+	defer cancel()
+	c, err := p.peer.take(ctx, false)
+	if err != nil {
+		return
+	}
+	stop := c.watch(ctx)
+	req := p.request(reportTime, p.bad)
+	_, err = c.call(kvwire.TypeCheck, kvwire.AppendBatchRead(nil, req))
+	if usable := stop(); usable && err == nil {
+		p.peer.give(c)
+		return
+	}
+	c.close()
+	p.fs.m.log.Debug().Err(err).Str("peer", p.peer.name).Msg("cannot report pages with wrong bytes")
+}
+
+func (p *pull) request(left time.Duration, hashes []kvwire.Hash) kvwire.BatchRead {
+	return kvwire.BatchRead{
+		DeadlineUS: uint32(min(max(left, time.Microsecond), maxReadTime).Microseconds()),
+		Form:       p.req.Form,
+		Namespace:  p.req.Space.Namespace(),
+		Tenant:     p.req.Space.Tenant(),
+		Hashes:     hashes,
+	}
+}
+
 func (p *pull) until() time.Time {
 	p.fs.mu.Lock()
 	defer p.fs.mu.Unlock()
 	return p.deadline
 }
 
-// header reads the next frame's header.
-func (p *pull) header(c *dataConn) (kvwire.Header, error) {
-	if err := c.allow(p.ctx, p.stall); err != nil {
+// header reads the next frame's header. With stall above 0, it fails when
+// nothing comes for so long.
+func (p *pull) header(c *dataConn, stall time.Duration) (kvwire.Header, error) {
+	if err := c.allow(p.ctx, stall); err != nil {
 		return kvwire.Header{}, err
 	}
 	h, err := kvwire.ReadHeader(c.r)
@@ -181,6 +216,9 @@ func (p *pull) page(c *dataConn, i int) (kvwire.Reason, error) {
 			why = kvwire.ReasonCorrupt
 		}
 	}
+	if why == kvwire.ReasonCorrupt {
+		p.bad = append(p.bad, p.hashes[i])
+	}
 	return why, nil
 }
 
@@ -196,7 +234,7 @@ func (p *pull) missed(why kvwire.Reason) kvwire.Reason {
 }
 
 func (p *pull) pageHeader(c *dataConn) (kvwire.PageHeader, error) {
-	h, err := p.header(c)
+	h, err := p.header(c, p.stall)
 	if err != nil {
 		return kvwire.PageHeader{}, err
 	}
@@ -268,6 +306,7 @@ func (p *pull) settle(why kvwire.Reason, local bool) {
 	delete(p.fs.flights, flightKey{p.req.Space, p.req.Form, hash})
 	f.why, f.local = why, local
 	close(f.done)
+	p.landed = p.settled == len(p.flights)
 }
 
 // end settles what is left after err, and judges the peer.

@@ -9,7 +9,8 @@ import (
 )
 
 // batchRead sends the pages straight out of the arena, in order. After the
-// deadline it sends no more bytes, only reasons.
+// deadline it sends no more bytes, only reasons. Bytes are checked where they
+// arrive and not here: a peer that got wrong ones asks for a check.
 func (s *session) batchRead(id uint32, req kvwire.BatchRead, arrived time.Time) error {
 	deadline := arrived.Add(min(time.Duration(req.DeadlineUS)*time.Microsecond, maxReadTime))
 	_ = s.c.SetWriteDeadline(deadline.Add(writeGrace))
@@ -46,8 +47,37 @@ func (s *session) batchRead(id uint32, req kvwire.BatchRead, arrived time.Time) 
 	return s.answer(kvwire.TypeBatchRead, id, kvwire.AppendBatchReadAnswer(nil, version))
 }
 
-// page queues every shard of a page, each checked, or returns the reason why
-// none is sent.
+// check looks at the bytes of pages that came to a peer with wrong ones, as
+// far as the deadline allows, and quarantines those that are wrong here.
+func (s *session) check(id uint32, req kvwire.BatchRead, arrived time.Time) error {
+	deadline := arrived.Add(min(time.Duration(req.DeadlineUS)*time.Microsecond, maxReadTime))
+	if space := s.d.m.cfg.Store.Lookup(req.Tenant, req.Namespace); space != nil {
+		for _, h := range req.Hashes {
+			if !time.Now().Before(deadline) {
+				break
+			}
+			if why := checkPage(space, req.Form, h); why == kvwire.ReasonCorrupt {
+				s.d.m.counters.notServed.add(why, 1)
+			}
+		}
+	}
+	_ = s.c.SetWriteDeadline(time.Now().Add(answerTime))
+	version, _ := s.d.m.index.now()
+	return s.answer(kvwire.TypeCheck, id, kvwire.AppendBatchReadAnswer(nil, version))
+}
+
+func checkPage(space *cache.Space, form kvwire.Form, h kvwire.Hash) kvwire.Reason {
+	n, why := space.Shards(form, h)
+	for i := 0; i < n && why == kvwire.ReasonNone; i++ {
+		var v *cache.View
+		if v, why = space.View(kvwire.Shard{Index: uint16(i), Count: uint16(n)}, form, h, true); v != nil {
+			v.Close()
+		}
+	}
+	return why
+}
+
+// page queues every shard of a page, or returns the reason why none is sent.
 func (s *session) page(space *cache.Space, index uint32, form kvwire.Form, h kvwire.Hash) kvwire.Reason {
 	n, why := space.Shards(form, h)
 	if why != kvwire.ReasonNone {
@@ -56,7 +86,7 @@ func (s *session) page(space *cache.Space, index uint32, form kvwire.Form, h kvw
 	first := len(s.pages.views)
 	for i := range n {
 		shard := kvwire.Shard{Index: uint16(i), Count: uint16(n)}
-		v, why := space.View(shard, form, h, true)
+		v, why := space.View(shard, form, h, false)
 		if why != kvwire.ReasonNone {
 			s.pages.forget(first)
 			return why

@@ -201,6 +201,7 @@ def frames(vectors: dict[str, Any], content: bytes) -> dict[str, str]:
         "challenge_answer": frame(0xA0, 1, proof(b"answerer") + answerer),
         "proof": frame(0x21, 2, proof(b"asker")),
         "batch_read": frame(0x22, 3, batch),
+        "check": frame(0x24, 3, batch),
     }
 
 

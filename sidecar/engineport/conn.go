@@ -106,8 +106,9 @@ func (c *conn) lastWords(id uint32, err error) {
 // when the connection cannot go on.
 func (c *conn) serve(h kvwire.Header) error {
 	c.s.busy.Add(1)
-	defer c.s.busy.Add(-1) // also when it panics
-	if h.Length > smallBody && h.Type != kvwire.TypeWrite {
+	defer c.s.busy.Add(-1)                                                                // also when it panics
+	if h.Length > smallBody && h.Type != kvwire.TypeWrite && h.Type != kvwire.TypeMatch { // which are not kept
+
 		if !c.s.bodies.take(int64(h.Length)) {
 			return c.refuseBody(h)
 		}
@@ -178,7 +179,8 @@ func atMost[T any](s []T, n int) []T {
 }
 
 // hurry bounds the time for the rest of a frame, if that is not here: until it
-// is, it holds memory or a slot of the arena. A client that has not said hello has its own, shorter time.
+// is, it holds memory or a slot of the arena. A client that has not said hello has
+// its own, shorter time.
 func (c *conn) hurry(length int) {
 	if c.greeted && c.r.Buffered() < length {
 		_ = c.nc.SetReadDeadline(time.Now().Add(c.s.bodyTimeout))
@@ -202,6 +204,16 @@ func (c *conn) request(h kvwire.Header) error {
 		return closing{kvwire.Errorf(kvwire.CodeUnauthorized, "key", "say hello first")}
 	case h.Type == kvwire.TypeWrite:
 		return c.handleWrite(h)
+	case h.Type == kvwire.TypeMatch && c.greeted && c.eng != nil && !c.s.draining.Load():
+		return c.handleMatch(h)
+	}
+	if h.Type == kvwire.TypeMatch { // one that is to be refused
+		c.hurry(int(h.Length))
+		if _, err := io.CopyN(io.Discard, c.r, int64(h.Length)); err != nil {
+			return closing{err}
+		}
+		c.relax()
+		h.Length = 0
 	}
 	c.hurry(int(h.Length))
 	body, err := kvwire.ReadBody(c.r, h, c.in)
@@ -242,7 +254,7 @@ func init() { // not a composite literal: handlers refer to conn, whose methods 
 	handlers = map[kvwire.Type]func(c *conn, body []byte) error{
 		kvwire.TypeHello: (*conn).handleHello, kvwire.TypeRegister: (*conn).handleRegister,
 		kvwire.TypePing:  func(*conn, []byte) error { return nil },
-		kvwire.TypeMatch: (*conn).handleMatch, kvwire.TypeExtend: (*conn).handleExtend,
+		kvwire.TypeMatch: nil, kvwire.TypeExtend: (*conn).handleExtend,
 		kvwire.TypeLease: (*conn).handleLease, kvwire.TypeRelease: (*conn).handleRelease,
 		kvwire.TypeReserve: (*conn).handleReserve, kvwire.TypeCommit: (*conn).handleCommit,
 		kvwire.TypeDrop: (*conn).handleDrop, kvwire.TypeReset: (*conn).handleReset,

@@ -51,7 +51,8 @@ type spaceState struct {
 
 // chain is the tokens of one sequence under a handle.
 type chain struct {
-	owner *conn
+	owner  *conn
+	handle uint64 // 0: none yet
 
 	// Guarded by engine.mu.
 	cost    int64 // bytes
@@ -162,9 +163,9 @@ func (c *conn) leave() {
 	c.s.mu.Unlock()
 
 	e.mu.Lock()
-	for handle, ch := range e.chains {
+	for _, ch := range e.chains {
 		if ch.owner == c {
-			e.dropChain(handle, ch)
+			e.dropChain(ch)
 		}
 	}
 	var shared []uint64

@@ -59,19 +59,24 @@ func TestBodiesUnderWayAreBounded(t *testing.T) {
 	var slow []net.Conn
 	for range maxBodies / kvwire.MaxControl {
 		c := greeted(t, p)
-		sendFrame(t, c, kvwire.TypeMatch, kvwire.MaxControl, make([]byte, 100))
+		sendFrame(t, c, kvwire.TypeExtend, kvwire.MaxControl, make([]byte, 100))
 		slow = append(slow, c)
 	}
 	require.Eventually(t, func() bool { return p.bodies.used.Load() == maxBodies }, 5*time.Second, time.Millisecond)
 	c := attach(t, p.tcp, registration("e1"))
+	long := tokens(smallBody, 0)
+	m := match(t, c, kvwire.Match{Tokens: long}) // a match is hashed as it comes
 	before := p.count.errors[kvwire.CodeBusy].Get()
-	_, err := c.Match(within(t), kvwire.Match{Tokens: tokens(smallBody, 0)}, nil)
+	_, err := c.Extend(within(t), m.Handle, long)
 	wantError(t, err, kvwire.CodeBusy, "length")
 	assert.Equal(t, before+1, p.count.errors[kvwire.CodeBusy].Get())
-	match(t, c, kvwire.Match{Tokens: tokens(1024, 0)}) // small ones go on, on the same connection
+	n, err := c.Extend(within(t), m.Handle, long[:1024]) // small ones go on, on the same connection
+	require.NoError(t, err)
+	assert.EqualValues(t, smallBody/64+4, n, "the refused request changed the chain")
 	require.NoError(t, slow[0].Close())
 	require.Eventually(t, func() bool { return p.bodies.used.Load() < maxBodies }, 5*time.Second, time.Millisecond)
-	match(t, c, kvwire.Match{Tokens: tokens(smallBody, 0)})
+	_, err = c.Extend(within(t), m.Handle, long)
+	require.NoError(t, err)
 }
 
 func TestUnfinishedFramesEnd(t *testing.T) {

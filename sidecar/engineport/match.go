@@ -2,6 +2,7 @@ package engineport
 
 import (
 	"encoding/binary"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -12,57 +13,111 @@ import (
 // margin is kept of a request's time for leasing what a fill brought.
 const margin = 2 * time.Millisecond
 
-func (c *conn) handleMatch(body []byte) (err error) {
-	m, err := kvwire.ParseMatch(body)
+// handleMatch hashes the tokens as they come, straight out of the
+// connection's buffer.
+func (c *conn) handleMatch(h kvwire.Header) error {
+	c.hurry(int(h.Length))
+	m, ch, err := c.receiveMatch(int(h.Length))
+	c.relax()
 	if err != nil {
 		return err
 	}
+	var begin int
+	c.out, begin = kvwire.BeginFrame(c.out[:0], kvwire.TypeMatch|kvwire.AnswerBit, h.ID)
+	if err := c.match(m, ch); err != nil {
+		return err
+	}
+	c.out = kvwire.EndFrame(c.out, begin)
+	return nil
+}
+
+// receiveMatch reads the body of a match, all of it whatever is wrong with it.
+// The tokens go into the chain and nowhere else. What the chain will keep is
+// taken before they come.
+func (c *conn) receiveMatch(length int) (kvwire.Match, *chain, error) {
 	e := c.eng
-	if n := uint32(len(m.Tokens) / 4); m.Held > n {
-		return kvwire.Errorf(kvwire.CodeBadField, "held", "%d tokens are more than the %d of the prompt", m.Held, n)
+	refuse := func(m kvwire.Match, rest int, err error) (kvwire.Match, *chain, error) {
+		if _, e := c.r.Discard(rest); e != nil {
+			return m, nil, closing{e}
+		}
+		return m, nil, err
+	}
+	b, err := c.r.Peek(min(length, kvwire.MaxMatchHead))
+	if err != nil {
+		return kvwire.Match{}, nil, closing{err}
+	}
+	m, head, err := kvwire.ParseMatchHead(b, length)
+	if err != nil {
+		return refuse(m, length, err)
+	}
+	rest := length - head
+	if _, err := c.r.Discard(head); err != nil {
+		return m, nil, closing{err}
+	}
+	if n := uint32(rest / 4); m.Held > n {
+		return refuse(m, rest, kvwire.Errorf(kvwire.CodeBadField, "held", "%d tokens are more than the %d of the prompt", m.Held, n))
 	}
 	kc, err := kvwire.NewChain(e.pageTokens, m.Scope)
 	if err != nil {
-		return err
+		return refuse(m, rest, err)
 	}
 	ch := &chain{owner: c, c: kc}
-	handle, err := c.addChain(ch, len(m.Tokens)/4/e.pageTokens)
-	if err != nil {
-		return err
+	if err := e.growChain(ch, rest/4/e.pageTokens); err != nil {
+		return refuse(m, rest, err)
 	}
+	whole := false
 	defer func() {
-		if err != nil { // as if nothing had been asked
-			e.mu.Lock()
-			e.dropChain(handle, ch)
-			e.mu.Unlock()
+		if !whole {
+			e.discard(ch)
 		}
 	}()
-	if err = kc.AppendWire(m.Tokens); err != nil {
+	kc.Expect(min(rest, expectBytes) / 4)
+	for rest > 0 {
+		b, err := c.r.Peek(min(rest, max(4, c.r.Buffered()&^3)))
+		if err != nil {
+			return m, nil, closing{err}
+		}
+		if err := kc.AppendWire(b); err != nil {
+			return refuse(m, rest, err)
+		}
+		rest -= len(b)
+		_, _ = c.r.Discard(len(b)) // it has them
+	}
+	whole = true
+	return m, ch, nil
+}
+
+// expectBytes bounds what the length of a match alone makes us allocate for.
+const expectBytes = 1 << 20
+
+func (c *conn) match(m kvwire.Match, ch *chain) (err error) {
+	e := c.eng
+	defer func() {
+		if err != nil { // as if nothing had been asked
+			e.discard(ch)
+		}
+	}()
+	if err := c.addChain(ch); err != nil {
 		return err
 	}
-	first := min(int(m.Held)/e.pageTokens, len(kc.Hashes()))
+	hashes := ch.hashes()
 	return c.lease(ask{
-		handle: handle, hashes: kc.Hashes(), first: first, most: kvwire.MaxBatch,
+		handle: ch.handle, hashes: hashes, first: min(int(m.Held)/e.pageTokens, len(hashes)), most: kvwire.MaxBatch,
 		deadline: c.deadline(m.DeadlineUS), ttl: ttl(m.LeaseMS), flags: m.Flags,
 	})
 }
 
-// addChain gives a chain of so many pages a handle.
-func (c *conn) addChain(ch *chain, pages int) (uint64, error) {
+// addChain gives a chain a handle.
+func (c *conn) addChain(ch *chain) error {
 	e := c.eng
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if len(e.chains) >= MaxHandles {
-		return 0, kvwire.Errorf(kvwire.CodeBusy, "handle", "engine %q keeps %d chains, which is the most: drop those of finished requests", e.key.name, MaxHandles)
+		return kvwire.Errorf(kvwire.CodeBusy, "handle", "engine %q keeps %d chains, which is the most: drop those of finished requests", e.key.name, MaxHandles)
 	}
-	cost := chainCost(pages, e.pageTokens)
-	if err := e.take("handle", cost); err != nil {
-		return 0, err
-	}
-	ch.cost = cost
-	handle := c.s.lastID.Add(1)
-	e.chains[handle] = ch
-	return handle, nil
+	ch.handle = c.s.lastID.Add(1)
+	e.chains[ch.handle] = ch
+	return nil
 }
 
 func (c *conn) handleLease(body []byte) error {
@@ -119,46 +174,48 @@ func (c *conn) lease(a ask) error {
 	answer := kvwire.Leased{
 		Handle: a.handle, First: uint32(a.first), ChainPages: uint32(len(a.hashes)), Shards: uint16(e.shards),
 	}
-	here, why := e.space.Match(e.form, wanted)
 	if a.flags&kvwire.MatchPresence != 0 {
+		here, why := e.space.Match(e.form, wanted)
 		answer.Pages, answer.Reason = uint32(here), why
 		c.out = kvwire.AppendLeased(c.out, answer)
 		return nil
 	}
-	have := here
-	if have < len(wanted) && a.flags&kvwire.MatchLocal == 0 {
-		have, why = c.fill(wanted, here, why, a.deadline)
+	prefix, why, err := e.space.Hold(cache.LeaseRequest{
+		Form: e.form, Shards: e.shards, Hashes: wanted, Client: c.id, TTL: a.ttl, Holders: e.holders(),
+	}, c.locations[:0])
+	if err != nil {
+		return err
 	}
-	// Every leased byte is checked once more, which takes time, too.
-	if timed := a.deadline.After(c.arrived); timed {
-		if can := c.s.pace.pages(time.Until(a.deadline), e.pageBytes); have > can {
-			have, why = can, kvwire.ReasonDeadline
+	defer prefix.Drop()
+	here := prefix.Pages()
+	if here < len(wanted) && why != kvwire.ReasonPinned && a.flags&kvwire.MatchLocal == 0 {
+		why = c.fill(&prefix, wanted[here:], why, a.deadline)
+	}
+	most := prefix.Pages()
+	// What was here already is checked once more, which takes time, too.
+	if a.deadline.After(c.arrived) {
+		if can := c.s.pace.pages(time.Until(a.deadline), e.pageBytes); most-prefix.Fresh() > can {
+			why = kvwire.ReasonDeadline
+			if most = can; here <= can {
+				most += prefix.Fresh()
+			}
 		}
 	}
-	var locs []cache.Location
-	if have > 0 {
-		began := time.Now()
-		granted, got, reason, err := e.space.Lease(cache.LeaseRequest{
-			Form: e.form, Shards: e.shards, Hashes: wanted[:have], Client: c.id, TTL: a.ttl,
-			Holders: e.holders(), Matched: true,
-		}, c.locations[:0])
-		if err != nil {
+	began := time.Now()
+	granted, locs, reason := prefix.Lease(most)
+	c.s.pace.learn(time.Since(began), prefix.Checked())
+	c.locations = locs[:0]
+	if reason != kvwire.ReasonNone {
+		why = reason
+	}
+	if granted.ID != 0 {
+		record := &lease{owner: c, expires: granted.Expires, left: e.holders()}
+		if err := e.addLease(granted.ID, record, wanted[:granted.Pages]); err != nil {
+			_ = c.s.cfg.Cache.Cancel(granted.ID)
 			return err
 		}
-		locs, c.locations = got, got[:0]
-		if reason != kvwire.ReasonNone {
-			why = reason
-		}
-		if granted.ID != 0 {
-			record := &lease{owner: c, expires: granted.Expires, left: e.holders()}
-			if err := e.addLease(granted.ID, record, wanted[:granted.Pages]); err != nil {
-				_ = c.s.cfg.Cache.Cancel(granted.ID)
-				return err
-			}
-			answer.Lease, answer.Pages = granted.ID, uint32(granted.Pages)
-			answer.LeaseMS = uint32(max(time.Until(granted.Expires).Milliseconds(), 1))
-		}
-		c.s.pace.learn(time.Since(began), locs)
+		answer.Lease, answer.Pages = granted.ID, uint32(granted.Pages)
+		answer.LeaseMS = uint32(max(time.Until(granted.Expires).Milliseconds(), 1))
 	}
 	answer.FromPeers = uint32(max(0, int(answer.Pages)-here))
 	if int(answer.Pages) < len(wanted) {
@@ -166,27 +223,28 @@ func (c *conn) lease(a ask) error {
 	}
 	c.countLease(answer, locs, len(wanted))
 	c.out = kvwire.AppendLeased(c.out, answer)
-	for _, l := range locs {
-		c.out = appendLocation(c.out, l)
-	}
+	c.out = appendLocations(c.out, locs)
 	return nil
 }
 
-func appendLocation(b []byte, l cache.Location) []byte {
-	b = binary.LittleEndian.AppendUint64(b, uint64(l.Offset))
-	b = binary.LittleEndian.AppendUint64(b, uint64(l.Length))
-	return binary.LittleEndian.AppendUint64(b, uint64(l.Sum))
+func appendLocations(b []byte, locs []cache.Location) []byte {
+	b = slices.Grow(b, len(locs)*kvwire.LocationSize)
+	for i := range locs {
+		l := &locs[i]
+		b = kvwire.AppendLocation(b, kvwire.Location{Offset: uint64(l.Offset), Length: uint64(l.Length), Sum: l.Sum})
+	}
+	return b
 }
 
-// fill gets the pages that are not here from peers, as far as they could be
-// leased at all.
-func (c *conn) fill(wanted []kvwire.Hash, here int, why kvwire.Reason, deadline time.Time) (int, kvwire.Reason) {
+// fill gets the pages that follow the prefix from peers, as far as they could
+// be leased at all, and extends it by them.
+func (c *conn) fill(p *cache.Prefix, missing []kvwire.Hash, why kvwire.Reason, deadline time.Time) kvwire.Reason {
 	e := c.eng
 	by := deadline.Add(-min(margin, time.Until(deadline)/4))
 	room := int(c.s.cfg.Cache.Arena().Size() / 4 / e.pageBytes)
-	want := wanted[here:min(len(wanted), max(here, room))]
+	want := missing[:min(len(missing), max(0, room-p.Pages()))]
 	if c.s.cfg.Fill == nil || len(want) == 0 || !time.Now().Before(by) {
-		return here, why
+		return why
 	}
 	ctx, stop := c.watch(by)
 	defer stop()
@@ -197,30 +255,32 @@ func (c *conn) fill(wanted []kvwire.Hash, here int, why kvwire.Reason, deadline 
 	n, why := c.s.cfg.Fill.Fill(ctx, r)
 	n = min(max(n, 0), len(want))
 	switch {
-	case here+n == len(wanted):
+	case n == len(missing):
 		why = kvwire.ReasonNone
 	case n == len(want):
 		why = kvwire.ReasonPinned
 	case why == kvwire.ReasonNone:
 		why = kvwire.ReasonAbsent
 	}
-	return here + n, why
+	if gone := p.Extend(want[:n]); gone != kvwire.ReasonNone {
+		why = gone
+	}
+	return why
 }
 
 func (c *conn) countLease(a kvwire.Leased, locs []cache.Location, wanted int) {
 	n, e := c.s.count, c.eng
 	localPages := int(a.Pages) - int(a.FromPeers)
-	var bytes [sources]int64
-	for i, l := range locs {
-		source := local
-		if i/e.shards >= localPages {
-			source = peer
-		}
-		bytes[source] += l.Length
-	}
-	n.hit(local, localPages, e.pageTokens, bytes[local])
-	n.hit(peer, int(a.FromPeers), e.pageTokens, bytes[peer])
+	n.hit(local, localPages, e.pageTokens, bytesOfAll(locs[:localPages*e.shards]))
+	n.hit(peer, int(a.FromPeers), e.pageTokens, bytesOfAll(locs[localPages*e.shards:]))
 	n.miss(a.Reason, wanted-int(a.Pages), e.pageTokens)
+}
+
+func bytesOfAll(locs []cache.Location) (n int64) {
+	for i := range locs {
+		n += locs[i].Length
+	}
+	return n
 }
 
 func (c *conn) handleExtend(body []byte) error {
@@ -235,7 +295,7 @@ func (c *conn) handleExtend(body []byte) error {
 	ch.mu.Lock()
 	defer ch.mu.Unlock()
 	if n := ch.c.Tokens() + len(x.Tokens)/4; n <= kvwire.MaxTokens { // else the chain refuses them
-		if err := c.eng.growChain(ch, x.Handle, n/c.eng.pageTokens); err != nil {
+		if err := c.eng.growChain(ch, n/c.eng.pageTokens); err != nil {
 			return err
 		}
 	}
@@ -255,9 +315,7 @@ func (c *conn) handleDrop(body []byte) error {
 	if err != nil {
 		return err
 	}
-	c.eng.mu.Lock()
-	c.eng.dropChain(handle, ch)
-	c.eng.mu.Unlock()
+	c.eng.discard(ch)
 	if c.inbox != nil {
 		before := len(c.inbox.reserved)
 		c.inbox.drop(handle)
@@ -285,11 +343,8 @@ func (p *pace) pages(left time.Duration, pageBytes int64) int {
 	return max(1, int(left.Seconds()/2*float64(speed))/int(max(pageBytes, 1)))
 }
 
-func (p *pace) learn(took time.Duration, locs []cache.Location) {
-	var bytes int64
-	for _, l := range locs {
-		bytes += l.Length
-	}
+// learn notes how long it took to check so many bytes.
+func (p *pace) learn(took time.Duration, bytes int64) {
 	if bytes < 1<<20 || took <= 0 {
 		return
 	}

@@ -83,11 +83,11 @@ func (e *engine) giveBack(n int64) {
 
 // growChain takes what a chain needs for so many pages. It fails when the
 // chain was dropped meanwhile.
-func (e *engine) growChain(ch *chain, handle uint64, pages int) error {
+func (e *engine) growChain(ch *chain, pages int) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if ch.dropped {
-		return unknownHandle("handle", handle)
+		return unknownHandle("handle", ch.handle)
 	}
 	more := chainCost(pages, e.pageTokens) - ch.cost
 	if more <= 0 {
@@ -100,9 +100,16 @@ func (e *engine) growChain(ch *chain, handle uint64, pages int) error {
 	return nil
 }
 
-// dropChain forgets a chain. It needs e.mu.
-func (e *engine) dropChain(handle uint64, ch *chain) {
-	delete(e.chains, handle)
+// discard forgets a chain, with or without a handle.
+func (e *engine) discard(ch *chain) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.dropChain(ch)
+}
+
+// dropChain is discard; it needs e.mu.
+func (e *engine) dropChain(ch *chain) {
+	delete(e.chains, ch.handle)
 	ch.dropped = true
 	e.giveBack(ch.cost)
 	ch.cost = 0

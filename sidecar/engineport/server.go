@@ -194,7 +194,11 @@ func (s *Server) accept(l net.Listener) {
 // admit starts the goroutine of a new connection, unless its user may not
 // connect.
 func (s *Server) admit(nc net.Conn) {
-	c := &conn{s: s, id: cache.ClientID(s.lastID.Add(1)), nc: nc, r: bufio.NewReaderSize(nc, 16<<10)}
+	buffer := 64 << 10
+	if _, port := nc.(*net.TCPConn); port { // anybody's
+		buffer = 16 << 10
+	}
+	c := &conn{s: s, id: cache.ClientID(s.lastID.Add(1)), nc: nc, r: bufio.NewReaderSize(nc, buffer)}
 	c.identity = auth.Identity{Tenant: s.cfg.Tenant, Scopes: auth.ScopeEngine}
 	if u, ok := nc.(*net.UnixConn); ok {
 		uid, err := peerUID(u)

@@ -1,0 +1,209 @@
+package cache
+
+import (
+	"time"
+
+	"membrane/kvwire"
+)
+
+// Prefix is the longest held prefix of some pages on its way to a lease:
+// pinned since they were found, so that nobody evicts them while the next ones
+// are fetched, and not checked yet. It belongs to one goroutine and ends with
+// Lease or Drop.
+type Prefix struct {
+	s     *Space
+	req   LeaseRequest
+	l     *lease // nil when it has ended
+	locs  []Location
+	began uint64 // pages born after it were checked since the request began
+	fresh int
+
+	checked int64
+}
+
+// Hold pins the longest prefix of the hashes that is held complete in the form
+// and says why the next page is not in it: [kvwire.ReasonPinned] if a cap was
+// reached. Locations are appended to dst by [Prefix.Lease], whose memory Hold
+// uses already. It counts as a Match of all hashes. An error means a malformed
+// request.
+func (s *Space) Hold(req LeaseRequest, dst []Location) (Prefix, kvwire.Reason, error) {
+	if err := req.check(); err != nil {
+		return Prefix{}, kvwire.ReasonNone, err
+	}
+	p, why := s.hold(req, dst, true)
+	c := s.c
+	c.counters.lookups.Add(uint64(len(req.Hashes)))
+	c.counters.hits.Add(uint64(p.Pages()))
+	c.counters.misses.add(why)
+	return p, why, nil
+}
+
+// hold is Hold without its counters. With touch it tells the policy of all
+// hashes.
+func (s *Space) hold(req LeaseRequest, dst []Location, touch bool) (Prefix, kvwire.Reason) {
+	c := s.c
+	p := Prefix{s: s, req: req, locs: dst}
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return p, kvwire.ReasonDraining
+	}
+	p.l = c.leases.get()
+	p.l.form, p.l.shards, p.l.holders, p.l.left = req.Form, req.Shards, req.Holders, req.Holders
+	p.began = c.born
+	c.mu.Unlock()
+	why := p.take(req.Hashes, touch)
+	return p, why
+}
+
+// take pins pages as far as they are held and the caps allow, a step at a time
+// so that others get the lock in between.
+func (p *Prefix) take(hashes []kvwire.Hash, touch bool) kvwire.Reason {
+	s, c := p.s, p.s.c
+	var keys [matchStep]uint64
+	why := kvwire.ReasonNone
+	for len(hashes) > 0 && (touch || why == kvwire.ReasonNone) {
+		step := hashes[:min(matchStep, len(hashes))]
+		hashes = hashes[len(step):]
+		n := 0
+		if why == kvwire.ReasonNone {
+			first := len(p.l.pages)
+			c.mu.Lock()
+			cl := c.leases.clients[p.req.Client]
+			if cl == nil { // it has no other lease
+				cl = &client{}
+			}
+			p.locs, why = s.grant(p.l, cl, step, p.locs)
+			for _, pg := range p.l.pages[first:] {
+				keys[n] = pg.key
+				n++
+				if pg.born > p.began {
+					p.fresh++
+				}
+			}
+			c.mu.Unlock()
+		}
+		if touch {
+			for ; n < len(step); n++ {
+				keys[n] = s.key(&step[n])
+			}
+			c.touches.add(keys[:n])
+		}
+	}
+	return why
+}
+
+// Pages returns how many pages are held.
+func (p *Prefix) Pages() int {
+	if p.l == nil {
+		return 0
+	}
+	return len(p.l.pages)
+}
+
+// Fresh returns how many of them came into the cache after Hold began: their
+// bytes were checked in place as they came, and Lease does not check them once
+// more.
+func (p *Prefix) Fresh() int { return p.fresh }
+
+// Checked returns how many bytes Lease checked.
+func (p *Prefix) Checked() int64 { return p.checked }
+
+// Extend goes on with further hashes, the next ones after the pages that are
+// held, and says why it stopped, as Hold does. It counts no lookup.
+func (p *Prefix) Extend(hashes []kvwire.Hash) kvwire.Reason {
+	if p.l == nil || len(p.l.pages)+len(hashes) > kvwire.MaxBatch {
+		return kvwire.ReasonAbsent
+	}
+	return p.take(hashes, false)
+}
+
+// Drop lets go of the pages. It does nothing after Lease or Drop.
+func (p *Prefix) Drop() {
+	if p.l == nil {
+		return
+	}
+	c := p.s.c
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p.locs = p.locs[:len(p.locs)-len(p.l.pages)*p.req.Shards]
+	c.discard(p.l)
+	p.l = nil
+}
+
+// discard lets go of the pages of a lease that nobody heard of; it needs c.mu.
+func (c *Cache) discard(l *lease) {
+	c.shorten(l, 0)
+	c.leases.put(l)
+	if c.unsettled() {
+		c.wake()
+	}
+}
+
+// Lease checks the first pages, at most so many, makes a lease of them and
+// ends the prefix. The reason is [kvwire.ReasonCorrupt] when a page failed its
+// checksum and the lease ends before it, and [kvwire.ReasonNone] otherwise.
+// Without any page there is no lease and its ID is 0. See [Space.Lease].
+func (p *Prefix) Lease(most int) (Lease, []Location, kvwire.Reason) {
+	if p.l == nil {
+		return Lease{}, p.locs, kvwire.ReasonNone
+	}
+	c, l := p.s.c, p.l
+	base := len(p.locs) - len(l.pages)*p.req.Shards
+	dst := p.locs
+	p.l = nil
+
+	c.mu.Lock()
+	if n := max(most, 0); n < len(l.pages) {
+		c.shorten(l, n)
+		dst = dst[:base+n*p.req.Shards]
+	}
+	if len(l.pages) == 0 || !c.enter() {
+		why := kvwire.ReasonNone
+		if c.closed {
+			why = c.miss(kvwire.ReasonDraining)
+		}
+		c.discard(l)
+		c.mu.Unlock()
+		return Lease{}, dst[:base], why
+	}
+	defer c.inside.Done()
+	l.expires = time.Now().Add(p.req.TTL)
+	c.register(l, c.leases.client(p.req.Client))
+	l.busy++
+	c.mu.Unlock()
+
+	why := kvwire.ReasonNone
+	var fresh func(int) bool
+	if p.fresh > 0 {
+		fresh = func(i int) bool { return l.pages[i/p.req.Shards].born > p.began }
+	}
+	bad, bytes := c.firstCorrupt(dst[base:], fresh)
+	p.checked = bytes
+	if bad >= 0 {
+		why = kvwire.ReasonCorrupt
+		c.mu.Lock()
+		n := bad / p.req.Shards
+		c.condemn(l.pages[n], p.req.Form, bad%p.req.Shards)
+		c.shorten(l, n)
+		dst = dst[:base+n*p.req.Shards]
+	} else {
+		c.mu.Lock()
+	}
+	defer c.mu.Unlock()
+	out := Lease{ID: l.id, Pages: len(l.pages), Expires: l.expires}
+	if out.Pages == 0 {
+		c.end(l, endedEmpty)
+	}
+	ended := l.ended
+	c.idle(l)
+	switch {
+	case out.Pages == 0:
+		out = Lease{}
+	case ended != live:
+		out, dst, why = Lease{}, dst[:base], kvwire.ReasonExpired
+	default:
+		c.counters.granted.Add(1)
+	}
+	return out, dst, c.miss(why)
+}

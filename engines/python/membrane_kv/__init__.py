@@ -1,0 +1,12 @@
+"""Connectors that join inference engines to their membrane sidecar, and the client they use.
+
+Thin by intent: geometry and lifecycle. Hashing, policy and checks are the
+sidecar's. `membrane_kv.vllm` is imported by the engine; the rest needs numpy
+only.
+"""
+
+from .client import Client, endpoints
+from .session import Session
+from .weights import weights_id
+
+__all__ = ["Client", "Session", "endpoints", "weights_id"]

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Usage: run.sh [pytest arguments]
+#
+# Installs the pinned engines (once, outside the checkout) and runs them with
+# real sidecars. Fails, and never skips, when something cannot be had.
+#
+# MEMBRANE_BIN             the binary to test; built when not set
+# MEMBRANE_VLLM_PYTHON     an interpreter that has vLLM, instead of installing it
+# MEMBRANE_TEST_PYTHON     an interpreter that has pytest and numpy, likewise
+# MEMBRANE_TEST_LOGS       where logs go; build/test-engines when not set
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../../../.." && pwd)
+
+if [[ -z ${MEMBRANE_VLLM_PYTHON:-} ]]; then
+	venv=$("$root/.ci/venv.sh" vllm "$here/requirements.txt" "$here/overrides.txt")
+	MEMBRANE_VLLM_PYTHON=$venv/bin/python
+fi
+if [[ -z ${MEMBRANE_TEST_PYTHON:-} ]]; then
+	venv=$("$root/.ci/venv.sh" tools "$root/tools/python-requirements.txt")
+	MEMBRANE_TEST_PYTHON=$venv/bin/python
+fi
+if [[ -z ${MEMBRANE_BIN:-} ]]; then
+	make -C "$root" build
+	MEMBRANE_BIN=$root/bin/membrane
+fi
+export MEMBRANE_BIN MEMBRANE_VLLM_PYTHON
+export MEMBRANE_TEST_LOGS=${MEMBRANE_TEST_LOGS:-$root/build/test-engines}
+
+cd "$here/../.."
+exec "$MEMBRANE_TEST_PYTHON" -m pytest -p no:cacheprovider -rA --durations=0 "${@:-tests/engines}"

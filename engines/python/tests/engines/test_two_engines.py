@@ -1,0 +1,370 @@
+"""KV that vLLM A has computed is served to vLLM B by their sidecars; and what happens when not.
+
+`cached_tokens` is what the connector promised. Proof of a load is that the
+pages' checksums on B are those that A's sidecar gave when it stored them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from harness import (
+    BLOCK,
+    LOAD_MS,
+    MATCH_MS,
+    PAGE,
+    SLACK_S,
+    STORE_MS,
+    Answer,
+    Cluster,
+    Engine,
+    Sidecar,
+    eventually,
+    prompt,
+)
+from membrane_kv import wire
+from membrane_kv.client import Client
+from membrane_kv.wire import Descriptor, Model, Register
+
+N = 1000
+PAGES = N // PAGE
+
+
+def same(got: Answer, want: Answer) -> None:
+    """Tokens are equal, log-probabilities within 1e-4."""
+    assert got.tokens == want.tokens
+    worst = max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True))
+    assert worst < 1e-4, f"log-probabilities differ by {worst}"
+
+
+def prefill(engine: Engine, ids: list[int]) -> None:
+    """Let an engine compute a prompt, and wait until its sidecar has every page of it."""
+    before = held(engine)
+    engine.complete(ids, 1)
+    eventually(lambda: held(engine) >= before + len(ids) // PAGE, "the store")
+
+
+def held(engine: Engine) -> int:
+    counts = engine.stats("worker")["counts"]
+    return int(counts.get("stored_pages", 0) + counts.get("stores_existing", 0))
+
+
+def counted(engine: Engine, role: str, name: str, more_than: int, what: str = "") -> None:
+    eventually(lambda: engine.count(role, name) > more_than, what or f"{name} on {engine.name}")
+
+
+def misses(engine: Engine) -> dict[str, int]:
+    counts = engine.stats("scheduler")["counts"]
+    return {k: v for k, v in counts.items() if k.startswith("misses_")}
+
+
+def quiet(engine: Engine) -> None:
+    """Wait until the engine's counters of what came before are in its file."""
+    seen: list[Any] = []
+
+    def settled() -> bool:
+        now = [engine.stats(role) for role in ("worker", "scheduler")]
+        same = seen[-1:] == [now]
+        seen.append(now)
+        return same and len(seen) > 30  # polled every 50 ms; files are written every second
+
+    eventually(settled, f"that {engine.name} is quiet")
+
+
+def page_bytes(engine: Engine) -> int:
+    d = engine.stats("worker")["registration"]["descriptor"]
+    return int(PAGE // BLOCK * d["block_bytes"])
+
+
+def leased_pages(sidecar: Sidecar, engine: Engine, ids: list[int]) -> list[tuple[int, int]]:
+    """Return offset and checksum of each page that a sidecar holds of a prompt."""
+    r = engine.stats("worker")["registration"]
+    d = dict(r["descriptor"])
+    layers, heads = d.pop("layers"), d.pop("heads")
+    axes, strides = tuple(d.pop("axes")), tuple(d.pop("strides"))
+    descriptor = Descriptor(
+        **d, axes=axes, strides=strides, layer_window=tuple(layers), head_window=tuple(heads)
+    )
+    deadline = time.monotonic() + 5
+    client = Client.connect(sidecar.socket, deadline, name="test")
+    try:
+        client.register(Register("probe", "scheduler", Model(**r["model"]), descriptor), deadline)
+        found = client.match(wire.tokens(ids), deadline, flags=wire.MATCH_LOCAL)
+        at = found.locations[:, 0]
+        return list(zip(at["offset"].tolist(), at["sum"].tolist(), strict=True))
+    finally:
+        client.close()
+
+
+def test_pages_cross_from_a_to_b(cluster: Cluster) -> None:
+    a, b = cluster.engine_a, cluster.engine_b
+    ids = prompt(N, cluster.fresh())
+    want = cluster.plain.complete(ids)
+    prefill(a, ids)
+    written = a.sums("worker", "stored")[-PAGES:]
+    loads, size = b.count("worker", "loads"), b.count("worker", "loaded_bytes")
+    quiet(b)
+    peers, before = b.count("scheduler", "matched_pages_from_peers"), misses(b)
+    got = b.complete(ids)
+    same(got, want)
+    if got.cached != PAGES * PAGE:
+        quiet(b)
+        pytest.fail(
+            f"{got.cached} tokens were cached after {got.seconds:.2f} s; misses: {before} then {misses(b)}"
+        )
+    counted(b, "worker", "loads", loads)
+    assert b.count("worker", "loaded_bytes") - size == PAGES * page_bytes(b)
+    assert b.sums("worker", "loaded")[-PAGES:] == written
+    counted(b, "scheduler", "matched_pages_from_peers", peers + PAGES - 1)
+    assert cluster.link.moved > PAGES * page_bytes(b)
+    assert [f"{s:016x}" for _, s in leased_pages(cluster.b, b, ids)] == written
+
+
+def test_pages_are_served_again_from_the_own_sidecar(cluster: Cluster) -> None:
+    a = cluster.engine_a
+    ids = prompt(N, cluster.fresh())
+    want = cluster.plain.complete(ids)
+    prefill(a, ids)
+    a.forget()
+    moved = cluster.link.moved
+    got = a.complete(ids)
+    same(got, want)
+    assert got.cached == PAGES * PAGE
+    assert cluster.link.moved - moved < page_bytes(a)
+
+
+def test_generated_pages_are_kept(cluster: Cluster) -> None:
+    a, b = cluster.engine_a, cluster.engine_b
+    ids = prompt(300, cluster.fresh())
+    first = a.complete(ids, 100)
+    quiet(a)
+    longer = ids + first.tokens
+    want = cluster.plain.complete(longer)
+    got = b.complete(longer)
+    same(got, want)
+    assert got.cached >= 384 - PAGE
+
+
+def test_hit_may_begin_inside_a_page_after_a_local_hit(cluster: Cluster) -> None:
+    a, b = cluster.engine_a, cluster.engine_b
+    ids = prompt(N, cluster.fresh())
+    want = cluster.plain.complete(ids)
+    prefill(a, ids)
+    b.complete(ids[: 3 * BLOCK + 1], 1)
+    got = b.complete(ids)
+    same(got, want)
+    assert got.cached == PAGES * PAGE
+
+
+def test_salts_do_not_share(cluster: Cluster) -> None:
+    ids = prompt(N, cluster.fresh())
+    prefill(cluster.engine_a, ids)
+    got = cluster.engine_b.complete(ids, salt="another")
+    assert got.cached == 0
+    same(got, cluster.plain.complete(ids))
+
+
+def test_eight_prompts_at_a_time(cluster: Cluster) -> None:
+    prompts = [prompt(600, cluster.fresh()) for _ in range(8)]
+    want = [cluster.plain.complete(p) for p in prompts]
+    for p in prompts:
+        prefill(cluster.engine_a, p)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(cluster.engine_b.complete, prompts))
+    for g, w in zip(got, want, strict=True):
+        same(g, w)
+    assert sum(g.cached for g in got) >= 4 * 576
+
+
+def test_flipped_byte_in_the_holders_arena_is_a_counted_miss(cluster: Cluster) -> None:
+    a, b = cluster.engine_a, cluster.engine_b
+    ids = prompt(N, cluster.fresh())
+    want = cluster.plain.complete(ids)
+    prefill(a, ids)
+    pages = leased_pages(cluster.a, a, ids)
+    assert len(pages) == PAGES
+    cluster.a.flip(pages[7][0] + 12345)
+    quiet(b)
+    before = misses(b)
+    got = b.complete(ids)
+    same(got, want)
+    assert got.cached == 7 * PAGE
+    quiet(b)
+    after = misses(b)
+    assert sum(after.values()) == sum(before.values()) + 1, (before, after)
+    assert cluster.a.stats()["cache"]["corrupt"] >= 1
+    b.forget()
+    same(b.complete(ids), want)
+
+
+def test_flipped_byte_on_the_wire_is_a_counted_miss(cluster: Cluster) -> None:
+    a, b = cluster.engine_a, cluster.engine_b
+    ids = prompt(N, cluster.fresh())
+    want = cluster.plain.complete(ids)
+    prefill(a, ids)
+    quiet(b)
+    before, flipped = misses(b), cluster.link.flipped
+    cluster.link.flip_at = 8000
+    try:
+        got = b.complete(ids)
+    finally:
+        cluster.link.flip_at = -1
+    same(got, want)
+    assert cluster.link.flipped > flipped
+    assert got.cached == 0
+    quiet(b)
+    assert sum(misses(b).values()) == sum(before.values()) + 1
+
+
+def during(cluster: Cluster, ids: list[list[int]], act: Any) -> list[Answer]:
+    """Send prompts to B at the same time, do something meanwhile, return all answers."""
+    with concurrent.futures.ThreadPoolExecutor(len(ids)) as pool:
+        futures = [pool.submit(cluster.engine_b.complete, p, 40) for p in ids]
+        act()
+        return [f.result() for f in futures]
+
+
+def recovered(cluster: Cluster) -> None:
+    """Pages cross from A to B again."""
+
+    def crosses() -> bool:
+        ids = prompt(300, cluster.fresh())
+        want = cluster.plain.complete(ids)
+        prefill(cluster.engine_a, ids)
+        got = cluster.engine_b.complete(ids)
+        same(got, want)
+        return bool(got.cached)
+
+    eventually(crosses, "that B loads from A again", 60)
+
+
+def some(cluster: Cluster, n: int = 4) -> tuple[list[list[int]], list[Answer]]:
+    """Return prompts that A has prefilled and what a right engine answers."""
+    ids = [prompt(N, cluster.fresh()) for _ in range(n)]
+    want = [cluster.plain.complete(p, 40) for p in ids]
+    for p in ids:
+        prefill(cluster.engine_a, p)
+    return ids, want
+
+
+def test_own_sidecar_stopped_and_continued(cluster: Cluster) -> None:
+    ids, want = some(cluster)
+    cluster.b.signal(signal.SIGSTOP)
+    try:
+        got = during(cluster, ids, lambda: None)
+    finally:
+        cluster.b.signal(signal.SIGCONT)
+    for g, w in zip(got, want, strict=True):
+        same(g, w)
+    recovered(cluster)
+
+
+def test_own_sidecar_stopped_while_requests_run(cluster: Cluster) -> None:
+    ids, want = some(cluster)
+    try:
+        got = during(cluster, ids, lambda: cluster.b.signal(signal.SIGSTOP))
+    finally:
+        cluster.b.signal(signal.SIGCONT)
+    for g, w in zip(got, want, strict=True):
+        same(g, w)
+    recovered(cluster)
+
+
+def test_own_sidecar_killed_while_requests_run(cluster: Cluster) -> None:
+    ids, want = some(cluster)
+    try:
+        got = during(cluster, ids, cluster.b.kill)
+        for g, w in zip(got, want, strict=True):
+            same(g, w)
+        worker = cluster.engine_b.stats("worker")["pid"]
+        with open(f"/proc/{worker}/maps") as maps:
+            assert "memfd:membrane" not in maps.read(), "a dead sidecar's memory is still mapped"
+        again = [cluster.engine_b.complete(p, 40) for p in ids]
+        for g, w in zip(again, want, strict=True):
+            same(g, w)
+    finally:
+        cluster.b.start()
+    eventually(lambda: cluster.b.knows(cluster.a), "that the sidecars meet again", 60)
+    recovered(cluster)
+
+
+def test_holder_killed_in_the_middle_of_a_fill(cluster: Cluster) -> None:
+    ids, want = some(cluster, 1)
+    size = page_bytes(cluster.engine_b)
+    quiet(cluster.engine_b)
+    before = misses(cluster.engine_b)
+    moved = cluster.link.moved
+    cluster.link.rate = 20 * size  # pages take 50 ms each: the fill would take 750 ms
+
+    def kill_in_the_middle() -> None:
+        eventually(lambda: cluster.link.moved > moved + size, "the fill")
+        cluster.a.kill()
+
+    try:
+        got = during(cluster, ids, kill_in_the_middle)
+    finally:
+        cluster.link.rate = 0
+        cluster.a.kill()
+        cluster.a.start()
+    for g, w in zip(got, want, strict=True):
+        same(g, w)
+    assert got[0].cached < PAGES * PAGE
+    quiet(cluster.engine_b)
+    assert sum(misses(cluster.engine_b).values()) == sum(before.values()) + 1
+    eventually(lambda: cluster.b.knows(cluster.a), "that the sidecars meet again", 60)
+    recovered(cluster)
+
+
+DEADLINES = {"wait_for_save": STORE_MS, "get_transfer_results": LOAD_MS, "start_load_kv": LOAD_MS}
+
+
+@pytest.mark.parametrize("name", ["engine_a", "engine_b"])
+def test_no_hook_ran_past_its_deadline(cluster: Cluster, name: str) -> None:
+    """Runs after all the others, over everything that they did."""
+    engine: Engine = getattr(cluster, name)
+    quiet(engine)
+    for role in ("scheduler", "worker"):
+        stats = engine.stats(role)
+        assert stats["counts"].get("hook_errors", 0) == 0
+        assert "off" not in stats
+        hooks = {k: v for k, v in stats["hooks"].items() if k != "register_kv_caches"}
+        assert hooks
+        for hook, took in hooks.items():
+            limit = DEADLINES.get(hook, MATCH_MS) / 1e3 + SLACK_S
+            assert took["max_s"] <= limit, f"{hook} took {took['max_s']:.3f} s"
+            assert took["sum_s"] / took["n"] < 0.01, f"{hook} takes {took}"
+
+
+def test_nothing_is_left(cluster: Cluster) -> None:
+    """The last test: ends everything."""
+    for engine in (cluster.engine_a, cluster.engine_b):
+        engine.complete(prompt(40, 1), 1)
+    for sidecar in (cluster.a, cluster.b):
+        eventually(lambda s=sidecar: s.stats()["cache"]["leases"] == 0, "the end of all leases", 30)
+    for process in cluster.processes:
+        assert process.alive(), f"{process.name} has died: {process.tail()}"
+    pids = [p.pid for p in cluster.processes]
+    killed = {p.name: p.stop() for p in cluster.processes}
+    assert not any(killed.values()), f"had to be killed: {killed}"
+    for pid in pids:
+        assert not os.path.exists(f"/proc/{pid}/fd") or not os.listdir(f"/proc/{pid}/fd")
+    assert not memfds(pids), "memory of ours is left"
+
+
+def memfds(sessions: list[int]) -> list[str]:
+    """Return memfds of ours that a process of one of the sessions still has open."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.getsid(int(pid)) not in sessions:
+                continue
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue
+        found += [f"{pid} {link}" for link in links if "memfd:membrane" in link]
+    return found

@@ -1,0 +1,5 @@
+//go:build race
+
+package kvwire
+
+const raceOn = true
