@@ -64,7 +64,7 @@ func (c *conn) run() {
 		}
 	}()
 	if !c.greeted {
-		_ = c.nc.SetReadDeadline(time.Now().Add(c.s.greetTimeout))
+		_ = c.nc.SetReadDeadline(time.Now().Add(c.s.cfg.greetTimeout))
 	}
 	for {
 		h, err := kvwire.ReadHeader(c.r)
@@ -183,7 +183,7 @@ func atMost[T any](s []T, n int) []T {
 // its own, shorter time.
 func (c *conn) hurry(length int) {
 	if c.greeted && c.r.Buffered() < length {
-		_ = c.nc.SetReadDeadline(time.Now().Add(c.s.bodyTimeout))
+		_ = c.nc.SetReadDeadline(time.Now().Add(c.s.cfg.bodyTimeout))
 		c.hurried = true
 	}
 }

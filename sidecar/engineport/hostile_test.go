@@ -81,8 +81,8 @@ func TestBodiesUnderWayAreBounded(t *testing.T) {
 
 func TestUnfinishedFramesEnd(t *testing.T) {
 	t.Parallel()
-	p := newPort(t)
-	p.bodyTimeout = 20 * time.Millisecond
+	const limit = 300 * time.Millisecond
+	p := newPort(t, func(c *Config) { c.bodyTimeout = limit })
 	for _, typ := range []kvwire.Type{kvwire.TypeMatch, kvwire.TypeWrite} {
 		c := greeted(t, p)
 		sendFrame(t, c, typ, 1000, make([]byte, 100))
@@ -94,14 +94,13 @@ func TestUnfinishedFramesEnd(t *testing.T) {
 	_, err := idle.Match(within(t), kvwire.Match{Tokens: tokens(smallBody, 0)}, nil)
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return p.connected.Load() == 1 }, 5*time.Second, time.Millisecond)
-	require.Never(t, func() bool { return p.connected.Load() == 0 }, 3*p.bodyTimeout, 5*time.Millisecond)
+	require.Never(t, func() bool { return p.connected.Load() == 0 }, limit*3/2, 5*time.Millisecond)
 	require.NoError(t, idle.Ping(within(t)))
 }
 
 func TestStrangersHaveNoTimeButTheirOwn(t *testing.T) {
 	t.Parallel()
-	p := newPort(t)
-	p.greetTimeout = 100 * time.Millisecond
+	p := newPort(t, func(c *Config) { c.greetTimeout = 500 * time.Millisecond })
 	c := rawConn(t, "tcp", p.tcp)
 	sendFrame(t, c, kvwire.TypeWrite, kvwire.WriteHeaderSize, make([]byte, kvwire.WriteHeaderSize))
 	_, err := answerOf(t, c)

@@ -70,6 +70,8 @@ type Config struct {
 	WriteTimeout time.Duration
 	Metrics      *metrics.Set
 	Log          zerolog.Logger
+
+	greetTimeout, bodyTimeout time.Duration // shorter in tests
 }
 
 // Server is the engine port.
@@ -92,8 +94,6 @@ type Server struct {
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
-
-	greetTimeout, bodyTimeout time.Duration // a test has shorter ones
 
 	mu        sync.Mutex
 	closed    bool
@@ -121,6 +121,12 @@ func New(cfg Config) (*Server, error) {
 	if cfg.WriteTimeout == 0 {
 		cfg.WriteTimeout = 10 * time.Second
 	}
+	if cfg.greetTimeout == 0 {
+		cfg.greetTimeout = greetTimeout
+	}
+	if cfg.bodyTimeout == 0 {
+		cfg.bodyTimeout = bodyTimeout
+	}
 	switch {
 	case cfg.Cache == nil:
 		return nil, errors.New("cannot make an engine port: Cache is nil")
@@ -139,7 +145,6 @@ func New(cfg Config) (*Server, error) {
 		conns: make(map[*conn]struct{}), engines: make(map[engineKey]*engine),
 		inboxLeft: cfg.InboxBytes, spaces: make(map[*cache.Space]*spaceState),
 	}
-	s.greetTimeout, s.bodyTimeout = greetTimeout, bodyTimeout
 	s.strange = cfg.Log.Sample(&zerolog.BurstSampler{Burst: 10, Period: time.Minute})
 	s.memory.most, s.bodies.most, s.receiving.most = MaxMemory, maxBodies, cfg.Cache.Arena().Size()/4
 	s.ctx, s.cancel = context.WithCancel(context.Background())
