@@ -62,6 +62,19 @@ test-engines: build ## Install the pinned engines and run them with the real sid
 bench-core: build ## Measure match, lease, read, store and peer fill
 	bin/membrane bench core
 
+# How long requests run under faults, and with which seed (none: a random one,
+# which is printed).
+CHAOS_TIME ?= 10m
+CHAOS_SEED ?=
+
+.PHONY: chaos
+chaos: build ## Kill, stop and restart members for CHAOS_TIME, comparing every token
+	bin/membrane bench chaos --duration=$(CHAOS_TIME) $(addprefix --seed=,$(CHAOS_SEED))
+
+.PHONY: soak
+soak: ## The same for an hour
+	$(MAKE) chaos CHAOS_TIME=1h
+
 .PHONY: lint
 lint: lint-go lint-python ## Check format, imports, docs and types; changes nothing
 

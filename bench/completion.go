@@ -20,8 +20,11 @@ type answer struct {
 	// arrival here.
 	firstToken time.Duration
 	// reused is what the engine says of its prompt.
-	reused int
-	reason string
+	reused    int
+	peerPages int // of what was reused, from other sidecars for this request
+	reason    string
+	// load is how long the engine waited for its sidecar before it computed.
+	load time.Duration
 }
 
 // complete sends a prompt to an engine's completion API and reads the stream
@@ -65,8 +68,10 @@ func readStream(r io.Reader, begin time.Time) (answer, error) {
 			} `json:"choices"`
 			Error    *struct{ Message string } `json:"error"`
 			Membrane *struct {
-				Reused int    `json:"reused_tokens"`
-				Reason string `json:"miss_reason"`
+				Reused    int     `json:"reused_tokens"`
+				PeerPages int     `json:"peer_pages"`
+				Reason    string  `json:"miss_reason"`
+				LoadMS    float64 `json:"load_ms"`
 			} `json:"membrane"`
 		}
 		if err := json.Unmarshal([]byte(data), &chunk); err != nil {
@@ -82,7 +87,8 @@ func readStream(r io.Reader, begin time.Time) (answer, error) {
 			a.tokens = append(a.tokens, c.TokenIDs...)
 		}
 		if chunk.Membrane != nil {
-			a.reused, a.reason = chunk.Membrane.Reused, chunk.Membrane.Reason
+			a.reused, a.peerPages, a.reason = chunk.Membrane.Reused, chunk.Membrane.PeerPages, chunk.Membrane.Reason
+			a.load = time.Duration(chunk.Membrane.LoadMS * float64(time.Millisecond))
 		}
 	}
 	return a, errors.Join(errors.New("the stream ended without [DONE]"), scan.Err())

@@ -11,7 +11,6 @@ import (
 	"net"
 	"os"
 	"strings"
-	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -43,7 +42,7 @@ type Client struct {
 	opts  ClientOptions
 	hello HelloAnswer
 
-	mu     sync.Mutex
+	turn   chan struct{} // holds one value: whose call it is
 	conn   net.Conn
 	r      *bufio.Reader
 	id     uint32
@@ -82,7 +81,8 @@ func dial(ctx context.Context, network, addr string, opts ClientOptions) (*Clien
 	if err != nil {
 		return nil, fmt.Errorf("cannot reach the sidecar at %q: %w", addr, err)
 	}
-	c := &Client{opts: opts, conn: conn, r: bufio.NewReaderSize(conn, 64<<10)}
+	c := &Client{opts: opts, turn: make(chan struct{}, 1), conn: conn, r: bufio.NewReaderSize(conn, 64<<10)}
+	c.give()
 	body, err := c.callJSON(ctx, TypeHello, Hello{Key: opts.Key, Client: opts.Name})
 	if err == nil {
 		err = json.Unmarshal(body, &c.hello)
@@ -100,8 +100,8 @@ func (c *Client) Server() HelloAnswer { return c.hello }
 // Close ends the connection, and with it every lease and reservation of this
 // client, and unmaps the shared memory.
 func (c *Client) Close() error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	<-c.turn
+	defer c.give()
 	err := c.conn.Close()
 	for _, b := range [][]byte{c.arena, c.inbox} {
 		if b != nil {
@@ -118,8 +118,10 @@ func (c *Client) Close() error {
 // Register tells the sidecar what engine this is. With shared memory, Arena
 // and Inbox work afterwards.
 func (c *Client) Register(ctx context.Context, reg Register) (Registered, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return Registered{}, err
+	}
+	defer c.give()
 	body, err := json.Marshal(reg)
 	if err != nil {
 		return Registered{}, fmt.Errorf("cannot encode register: %w", err)
@@ -174,6 +176,20 @@ func (c *Client) Slot(slot uint32) []byte {
 	return c.inbox[begin:end:end]
 }
 
+// take waits for the calls before this one, at most until ctx ends: a call
+// that waits for a stopped sidecar must not hold up others beyond their own
+// deadlines.
+func (c *Client) take(ctx context.Context) error {
+	select {
+	case <-c.turn:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (c *Client) give() { c.turn <- struct{}{} }
+
 // Ping asks for an empty answer.
 func (c *Client) Ping(ctx context.Context) error {
 	_, err := c.call(ctx, TypePing, nil)
@@ -192,8 +208,10 @@ func (c *Client) Lease(ctx context.Context, l LeaseRequest, dst []Location) (Lea
 }
 
 func (c *Client) leased(ctx context.Context, t Type, body func([]byte) []byte, tail []byte, dst []Location) (Leased, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return Leased{}, err
+	}
+	defer c.give()
 	answer, err := c.sendWith(ctx, t, body, tail)
 	if err != nil {
 		return Leased{}, err
@@ -207,8 +225,10 @@ func (c *Client) leased(ctx context.Context, t Type, body func([]byte) []byte, t
 
 // Extend adds token ids to a chain and returns its number of full pages.
 func (c *Client) Extend(ctx context.Context, handle uint64, tokens []byte) (int, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return 0, err
+	}
+	defer c.give()
 	answer, err := c.send(ctx, TypeExtend, func(b []byte) []byte { return AppendExtend(b, Extend{Handle: handle, Tokens: tokens}) })
 	if err != nil {
 		return 0, err
@@ -222,8 +242,10 @@ func (c *Client) Extend(ctx context.Context, handle uint64, tokens []byte) (int,
 // Release gives a lease back and returns [ReleaseLive], [ReleaseExpired] or
 // [ReleaseCorrupt].
 func (c *Client) Release(ctx context.Context, r Release) (uint8, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return ReleaseExpired, err
+	}
+	defer c.give()
 	answer, err := c.send(ctx, TypeRelease, func(b []byte) []byte { return AppendRelease(b, r) })
 	if err != nil {
 		return ReleaseExpired, err
@@ -236,8 +258,10 @@ func (c *Client) Release(ctx context.Context, r Release) (uint8, error) {
 
 // Reserve asks for inbox slots for pages, one answer each, appended to dst.
 func (c *Client) Reserve(ctx context.Context, pages []PageRef, dst []Reservation) ([]Reservation, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return dst, err
+	}
+	defer c.give()
 	answer, err := c.send(ctx, TypeReserve, func(b []byte) []byte { return AppendReserve(b, pages) })
 	if err != nil {
 		return dst, err
@@ -251,8 +275,10 @@ func (c *Client) Reserve(ctx context.Context, pages []PageRef, dst []Reservation
 
 // Commit publishes written slots, one answer each, appended to dst.
 func (c *Client) Commit(ctx context.Context, commits []Commit, dst []Committed) ([]Committed, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return dst, err
+	}
+	defer c.give()
 	answer, err := c.send(ctx, TypeCommit, func(b []byte) []byte { return AppendCommits(b, commits) })
 	if err != nil {
 		return dst, err
@@ -266,8 +292,10 @@ func (c *Client) Commit(ctx context.Context, commits []Commit, dst []Committed) 
 
 // Write stores one page inline, without shared memory.
 func (c *Client) Write(ctx context.Context, page PageRef, object []byte) (Committed, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return Committed{}, err
+	}
+	defer c.give()
 	answer, err := c.sendWith(ctx, TypeWrite, func(b []byte) []byte { return AppendWriteHeader(b, page) }, object)
 	if err != nil {
 		return Committed{}, err
@@ -283,8 +311,10 @@ func (c *Client) Write(ctx context.Context, page PageRef, object []byte) (Commit
 // into returns where page i of the answer goes, given its length. The bytes
 // are checked against their checksum.
 func (c *Client) Read(ctx context.Context, r Read, into func(i int, length int64) []byte) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return err
+	}
+	defer c.give()
 	begin, err := c.begin(ctx, TypeRead)
 	if err != nil {
 		return err
@@ -341,8 +371,10 @@ func (c *Client) readPage(i int, into func(int, int64) []byte) error {
 
 // Drop forgets a chain and its reservations.
 func (c *Client) Drop(ctx context.Context, handle uint64) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return err
+	}
+	defer c.give()
 	_, err := c.send(ctx, TypeDrop, func(b []byte) []byte { return AppendHandle(b, handle) })
 	return err
 }
@@ -376,8 +408,10 @@ func (c *Client) callJSON(ctx context.Context, t Type, v any) ([]byte, error) {
 
 // call exchanges one frame and returns a copy of the answer's body.
 func (c *Client) call(ctx context.Context, t Type, body []byte) ([]byte, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	if err := c.take(ctx); err != nil {
+		return nil, err
+	}
+	defer c.give()
 	answer, err := c.send(ctx, t, func(b []byte) []byte { return append(b, body...) })
 	return append([]byte(nil), answer...), err
 }

@@ -16,7 +16,7 @@ func newBenchCommand() *cobra.Command {
 		Args:  refuseArgs,
 		RunE:  needsCommand,
 	}
-	cmd.AddCommand(newBenchCoreCommand(), newFrameSourceCommand())
+	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newFrameSourceCommand())
 	return cmd
 }
 

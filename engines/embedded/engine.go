@@ -27,7 +27,8 @@ type Config struct {
 	Key string
 	// BlockTokens is the engine's own block, in tokens. 0 means 64.
 	BlockTokens int
-	// Deadline bounds every wait for the sidecar. 0 means 500 ms.
+	// Deadline bounds the wait for the sidecar before prefill, and each wait
+	// after the answer. 0 means 500 ms.
 	Deadline time.Duration
 	// Lease is how long leased pages are pinned. 0 means 10 s.
 	Lease time.Duration
@@ -138,6 +139,9 @@ type Result struct {
 	Stored int
 	// Reason says why no more was reused, [kvwire.ReasonNone] if all was.
 	Reason kvwire.Reason
+	// Load is the time from asking the sidecar until the engine went on, by
+	// loading or without.
+	Load time.Duration
 	// FirstToken is the time from the start of the work to the first token.
 	FirstToken time.Duration
 }

@@ -12,14 +12,17 @@ import (
 
 // load fills kv with what the sidecar has leased and returns the handle of the
 // prompt's chain, 0 without a sidecar. Pages count only if the lease was live
-// until they were copied.
+// until they were copied. One absolute deadline bounds all of it but the copy
+// out of shared memory, which nothing can hold up.
 func (e *Engine) load(ctx context.Context, req Request, kv *llama.KV, res *Result) (handle uint64) {
 	res.Reason = kvwire.ReasonUnreachable
 	if e.session == nil {
 		return 0
 	}
+	began := time.Now()
+	until := began.Add(e.cfg.Deadline)
 	err := e.session.Use(func(c *kvwire.Client, reg kvwire.Registered) error {
-		l, err := e.match(ctx, c, req)
+		l, err := e.match(ctx, c, req, until)
 		if err != nil {
 			return err
 		}
@@ -28,8 +31,8 @@ func (e *Engine) load(ctx context.Context, req Request, kv *llama.KV, res *Resul
 		if l.Lease == 0 {
 			return nil
 		}
-		copyErr := e.copyIn(ctx, c, reg, l, kv)
-		live, err := e.release(ctx, c, l.Lease)
+		copyErr := e.copyIn(ctx, c, reg, l, kv, until)
+		live, err := e.release(ctx, c, l.Lease, until)
 		if err != nil || !live || copyErr != nil {
 			res.Reason = kvwire.ReasonExpired
 			if err := kv.Truncate(0); err != nil {
@@ -38,24 +41,31 @@ func (e *Engine) load(ctx context.Context, req Request, kv *llama.KV, res *Resul
 		}
 		return errors.Join(copyErr, err)
 	})
+	res.Load = time.Since(began)
 	if err != nil && !errors.Is(err, errDetached) {
 		e.cfg.Log.Warn().Err(err).Msg("prompt not loaded")
 	}
 	return handle
 }
 
-func (e *Engine) match(ctx context.Context, c *kvwire.Client, req Request) (kvwire.Leased, error) {
-	// The answer may take the whole deadline, and then has to be read.
-	ctx, cancel := context.WithTimeout(ctx, e.cfg.Deadline+e.cfg.Deadline/4)
+func (e *Engine) match(ctx context.Context, c *kvwire.Client, req Request, until time.Time) (kvwire.Leased, error) {
+	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
+	// The answer may take all the time that it is given; then it has to be
+	// read, copied and released.
 	return c.Match(ctx, kvwire.Match{
-		DeadlineUS: uint32(e.cfg.Deadline.Microseconds()), LeaseMS: uint32(e.cfg.Lease.Milliseconds()),
+		DeadlineUS: uint32(max(time.Until(until)*4/5, 0).Microseconds()), LeaseMS: uint32(e.cfg.Lease.Milliseconds()),
 		Scope: kvwire.Scope{CacheSalt: req.CacheSalt}, Tokens: wire(req.Tokens),
 	}, nil)
 }
 
-func (e *Engine) release(ctx context.Context, c *kvwire.Client, lease uint64) (live bool, err error) {
-	ctx, cancel := context.WithTimeout(ctx, e.cfg.Deadline)
+// release gives the lease back. A copy that went beyond the deadline has to be
+// told, too, so a tenth of the deadline is left for it in any case.
+func (e *Engine) release(ctx context.Context, c *kvwire.Client, lease uint64, until time.Time) (live bool, err error) {
+	if least := time.Now().Add(e.cfg.Deadline / 10); until.Before(least) {
+		until = least
+	}
+	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	outcome, err := c.Release(ctx, kvwire.Release{Lease: lease, Verify: e.cfg.Verify})
 	return err == nil && outcome == kvwire.ReleaseLive, err
@@ -63,10 +73,10 @@ func (e *Engine) release(ctx context.Context, c *kvwire.Client, lease uint64) (l
 
 // copyIn copies leased pages into kv, each a whole number of the engine's
 // blocks.
-func (e *Engine) copyIn(ctx context.Context, c *kvwire.Client, reg kvwire.Registered, l kvwire.Leased, kv *llama.KV) error {
+func (e *Engine) copyIn(ctx context.Context, c *kvwire.Client, reg kvwire.Registered, l kvwire.Leased, kv *llama.KV, until time.Time) error {
 	arena := c.Arena()
 	if arena == nil {
-		return e.readInline(ctx, c, reg, l, kv)
+		return e.readInline(ctx, c, reg, l, kv, until)
 	}
 	for _, loc := range l.Locations {
 		end := loc.Offset + loc.Length
@@ -80,8 +90,8 @@ func (e *Engine) copyIn(ctx context.Context, c *kvwire.Client, reg kvwire.Regist
 	return nil
 }
 
-func (e *Engine) readInline(ctx context.Context, c *kvwire.Client, reg kvwire.Registered, l kvwire.Leased, kv *llama.KV) error {
-	ctx, cancel := context.WithTimeout(ctx, e.cfg.Lease)
+func (e *Engine) readInline(ctx context.Context, c *kvwire.Client, reg kvwire.Registered, l kvwire.Leased, kv *llama.KV, until time.Time) error {
+	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	pages := make([][]byte, l.Pages)
 	err := c.Read(ctx, kvwire.Read{Lease: l.Lease, Pages: l.Pages}, func(i int, length int64) []byte {

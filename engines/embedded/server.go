@@ -90,6 +90,7 @@ type reuse struct {
 	PeerPages    int     `json:"peer_pages"`
 	StoredPages  int     `json:"stored_pages"`
 	MissReason   string  `json:"miss_reason"`
+	LoadMS       float64 `json:"load_ms"`
 	FirstTokenMS float64 `json:"first_token_ms"`
 }
 
@@ -177,9 +178,11 @@ func (s *Server) finish(out *completion, req Request, res Result) {
 	out.Usage.Details.CachedTokens = res.Reused
 	out.Membrane = &reuse{
 		ReusedTokens: res.Reused, PeerPages: res.FromPeers, StoredPages: res.Stored, MissReason: res.Reason.String(),
-		FirstTokenMS: float64(res.FirstToken.Microseconds()) / 1000,
+		LoadMS: millis(res.Load), FirstTokenMS: millis(res.FirstToken),
 	}
 }
+
+func millis(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
 func (s *Server) stream(ctx *fasthttp.RequestCtx, id string, req Request) {
 	ctx.SetContentType("text/event-stream")

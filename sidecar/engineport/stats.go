@@ -25,13 +25,14 @@ type Status struct {
 	Connections int            `json:"connections"`
 	Engines     []EngineStatus `json:"engines"`
 	InboxFree   int64          `json:"inbox_free_bytes"`
+	Reserved    int64          `json:"reserved_slots"` // of all inboxes together
 }
 
 // Status returns who is attached now.
 func (s *Server) Status() Status {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	st := Status{Connections: len(s.conns), Engines: []EngineStatus{}, InboxFree: s.inboxLeft}
+	st := Status{Connections: len(s.conns), Engines: []EngineStatus{}, InboxFree: s.inboxLeft, Reserved: s.slots.Load()}
 	for _, e := range s.engines {
 		es := EngineStatus{
 			Engine: e.key.name, Tenant: e.key.tenant, Namespace: e.space.Namespace().String(), Form: e.form.String(),
@@ -72,7 +73,7 @@ func CacheCounts(c *cache.Cache) map[string]any {
 		"arena_bytes": c.Arena().Size(), "prefaulted_bytes": c.Arena().Prefaulted(),
 		"pages": s.Pages, "objects": s.Objects, "resident_bytes": s.ResidentBytes, "free_bytes": s.FreeBytes,
 		"window_bytes": s.WindowBytes, "policy_bytes": s.PolicyBytes, "pinned_bytes": s.PinnedBytes,
-		"quarantine_bytes": s.QuarantineBytes, "leases": s.Leases, "pins": s.Pins, "spaces": s.Spaces,
+		"quarantine_bytes": s.QuarantineBytes, "leases": s.Leases, "pins": s.Pins, "held": s.Held, "spaces": s.Spaces,
 		"lookups": s.Lookups, "hits": s.Hits, "misses": reasons(s.Misses), "puts": s.Puts, "exists": s.Exists,
 		"refused": reasons(s.Refused), "evictions": reasons(s.Evictions), "corrupt": s.Corrupt,
 		"leases_granted": s.Granted, "leases_expired": s.Expired,
