@@ -3,7 +3,6 @@ package engineport
 import (
 	"fmt"
 	"io"
-	"time"
 
 	"membrane/cache"
 	"membrane/kvwire"
@@ -159,24 +158,23 @@ func (c *conn) stored(res cache.PutResult) kvwire.Committed {
 	return kvwire.Committed{Status: kvwire.StoreRefused, Reason: res.Reason}
 }
 
-// bodyTimeout is the longest that an object may take to arrive once its frame
-// has begun: until then it holds a slot of the arena.
-const bodyTimeout = 30 * time.Second
-
 // handleWrite receives a page straight into the arena. Whatever is wrong with
 // it, its bytes are read, so that the next frame is found.
 func (c *conn) handleWrite(h kvwire.Header) error {
 	if h.Length < kvwire.WriteHeaderSize {
 		return closing{kvwire.Errorf(kvwire.CodeBadFrame, "length", "a write frame of %d bytes has no header", h.Length)}
 	}
-	_ = c.nc.SetReadDeadline(time.Now().Add(bodyTimeout))
-	defer func() { _ = c.nc.SetReadDeadline(noDeadline) }()
+	c.hurry(int(h.Length))
+	defer c.relax()
 	var b [kvwire.WriteHeaderSize]byte
 	if _, err := io.ReadFull(c.r, b[:]); err != nil {
 		return closing{err}
 	}
 	length := int64(h.Length) - kvwire.WriteHeaderSize
 	slot, answer, err := c.openWrite(b[:], length)
+	if slot != nil {
+		defer c.s.receiving.give(length)
+	}
 	if slot == nil {
 		if _, e := io.CopyN(io.Discard, c.r, length); e != nil {
 			return closing{e}
@@ -224,7 +222,15 @@ func (c *conn) openWrite(header []byte, length int64) (*cache.Slot, cache.PutRes
 	if length != c.object {
 		return fail(kvwire.Errorf(kvwire.CodeBadField, "length", "an object of %d bytes instead of %d", length, c.object))
 	}
-	return c.eng.space.Reserve(c.shard, c.eng.form, r.hash, length)
+	// What is being received cannot be evicted, and its engine may be slow.
+	if !c.s.receiving.takeFirst(length) {
+		return nil, cache.PutResult{Reason: kvwire.ReasonOverBudget}, nil
+	}
+	slot, answer, err := c.eng.space.Reserve(c.shard, c.eng.form, r.hash, length)
+	if slot == nil {
+		c.s.receiving.give(length)
+	}
+	return slot, answer, err
 }
 
 // handleReset drops the namespace's pages. Stores that were reserved before
