@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"slices"
 	"sync"
@@ -146,6 +147,8 @@ func New(cfg Config) (*Server, error) {
 		inboxLeft: cfg.InboxBytes, spaces: make(map[*cache.Space]*spaceState),
 	}
 	s.strange = cfg.Log.Sample(&zerolog.BurstSampler{Burst: 10, Period: time.Minute})
+	// Handles of another life of the sidecar must not name chains of this one.
+	s.lastID.Store(rand.Uint64() >> 2)
 	s.memory.most, s.bodies.most, s.receiving.most = MaxMemory, maxBodies, cfg.Cache.Arena().Size()/4
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	cfg.Metrics.NewGauge("membrane_engine_connections", func() float64 { return float64(s.Status().Connections) })

@@ -85,11 +85,30 @@ func (c *conn) reserve(r ref, epoch uint64) kvwire.Reservation {
 	}
 	before := len(c.inbox.reserved)
 	slot, ok := c.inbox.reserve(r.pageRef, epoch)
+	if !ok && c.sweepInbox() {
+		slot, ok = c.inbox.reserve(r.pageRef, epoch)
+	}
 	c.s.slots.Add(int64(len(c.inbox.reserved) - before))
 	if !ok {
 		return refused(kvwire.ReasonOverBudget)
 	}
 	return kvwire.Reservation{Status: kvwire.StoreSlot, Slot: slot}
+}
+
+// sweepInbox gives back the slots that are reserved for chains which another
+// connection of the engine has dropped, and reports whether there were any.
+func (c *conn) sweepInbox() bool {
+	e := c.eng
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	swept := false
+	for slot, r := range c.inbox.reserved {
+		if e.chains[r.handle] == nil {
+			c.inbox.release(slot)
+			swept = true
+		}
+	}
+	return swept
 }
 
 func (c *conn) handleCommit(body []byte) error {
