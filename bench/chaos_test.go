@@ -9,7 +9,6 @@ import (
 	"math"
 	"net/http"
 	"net/http/httptest"
-	"os"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -339,10 +338,7 @@ func TestRequestIsSentAgainAfterAKill(t *testing.T) {
 // The real binary, every kind of fault once, in seconds: `make chaos` is the
 // long form.
 func TestSmallChaos(t *testing.T) {
-	binary := os.Getenv("MEMBRANE_BIN")
-	if binary == "" {
-		t.Skip("MEMBRANE_BIN is not set: make test-go sets it")
-	}
+	binary := realBinary(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	c := newChaos(ChaosOptions{Binary: binary, Seed: 5, Progress: func(s string) { t.Log(s) }}, t.TempDir())

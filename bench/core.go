@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -52,6 +53,7 @@ type core struct {
 	small            *rig // 64 tiny pages
 	match16, match8x *rig // 16-token and 128-token pages
 	source           net.Conn
+	stopSource       func()
 
 	memcpy, tcp, ping, chain16, chain128   samples
 	match16us, match128us, leaseUS, leaseB samples
@@ -144,24 +146,28 @@ func (c *core) open(ctx context.Context) (err error) {
 // openSource starts the far end of the bare TCP copy.
 func (c *core) openSource() error {
 	cmd := exec.Command(c.opts.Binary, "bench", "frame-source")
-	if _, err := cmd.StdinPipe(); err != nil { // ends with this process, and the child with it
-		return err
+	stdin, err := cmd.StdinPipe()
+	if err != nil {
+		return fmt.Errorf("cannot start the frame source: %w", err)
 	}
 	out, err := cmd.StdoutPipe()
 	if err != nil {
-		return err
+		return fmt.Errorf("cannot start the frame source: %w", err)
 	}
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("cannot start the frame source: %w", err)
+	}
+	c.stopSource = func() {
+		_ = stdin.Close() // which ends it
+		_ = cmd.Wait()
 	}
 	addr, err := bufio.NewReader(out).ReadString('\n')
 	if err != nil {
 		return fmt.Errorf("cannot read the frame source's address: %w", err)
 	}
-	if c.source, err = net.Dial("tcp", addr[:len(addr)-1]); err != nil {
+	if c.source, err = net.Dial("tcp", strings.TrimSpace(addr)); err != nil {
 		return fmt.Errorf("cannot reach the frame source: %w", err)
 	}
-	go func() { _ = cmd.Wait() }()
 	return nil
 }
 
@@ -173,6 +179,9 @@ func (c *core) close() {
 	}
 	if c.source != nil {
 		_ = c.source.Close()
+	}
+	if c.stopSource != nil {
+		c.stopSource()
 	}
 	if c.copies != nil {
 		_ = c.copies.close()

@@ -24,7 +24,21 @@ type DemoOptions struct {
 	// Keep, if set, is called with what runs, at the end and before anything
 	// is stopped.
 	Keep func(DemoSystem)
+
+	shape demoShape
 }
+
+// demoShape is how large a demo's model and prompts are, in tokens where it is
+// not said otherwise.
+type demoShape struct {
+	layers, hidden int // of the model
+	prompt         int
+	prefix, suffix int // of the workload's prompts; a family shares its prefix
+}
+
+// demoFull makes a cold prefill last a second or two on one core. Its prompt is
+// sixteen pages and the token that is always computed.
+var demoFull = demoShape{layers: 6, hidden: 256, prompt: 1025, prefix: 512, suffix: 64}
 
 // DemoSystem is what a demo has running.
 type DemoSystem struct {
@@ -64,15 +78,10 @@ type DemoResult struct {
 const (
 	demoNodes     = 3
 	demoModel     = "demo"
-	demoLayers    = 6
-	demoHidden    = 256
-	demoPrompt    = 1025 // sixteen pages and the token that is always computed
 	demoPage      = 64
 	demoMaxTokens = 16
 	demoTimeout   = 3 * time.Minute
 
-	demoPrefix   = 512 // shared by the prompts of one family
-	demoSuffix   = 64
 	demoFamilies = 2
 	demoPrompts  = 4 // in a family
 )
@@ -105,6 +114,9 @@ func Demo(ctx context.Context, opts DemoOptions) (DemoResult, error) {
 	defer cancel()
 	if opts.Progress == nil {
 		opts.Progress = func(string) {}
+	}
+	if opts.shape == (demoShape{}) {
+		opts.shape = demoFull
 	}
 	if opts.Binary == "" {
 		var err error
@@ -148,7 +160,7 @@ func (d *demo) system() DemoSystem {
 
 func (d *demo) start(ctx context.Context) error {
 	d.opts.Progress(fmt.Sprintf("starting %d sidecars and %d engines, a process each", demoNodes, demoNodes))
-	model, err := llama.Generate(demoModel, llama.WithLayers(demoLayers), llama.WithHidden(demoHidden))
+	model, err := llama.Generate(demoModel, llama.WithLayers(d.opts.shape.layers), llama.WithHidden(d.opts.shape.hidden))
 	if err != nil {
 		return err
 	}
@@ -183,7 +195,7 @@ func (d *demo) start(ctx context.Context) error {
 
 func (d *demo) startEngine(ctx context.Context, s *sidecar, name string) error {
 	p, err := start(d.opts.Binary, "engine "+name, "engine", "--name="+name, "--sidecar="+s.socket, "--model-id="+demoModel,
-		"--layers="+strconv.Itoa(demoLayers), "--hidden="+strconv.Itoa(demoHidden))
+		"--layers="+strconv.Itoa(d.opts.shape.layers), "--hidden="+strconv.Itoa(d.opts.shape.hidden))
 	if err != nil {
 		return err
 	}
@@ -224,14 +236,14 @@ func demoTokens(n int, seed uint32) []uint32 {
 // handOver computes a prompt at the first engine, asks for it there again and
 // at the second engine.
 func (d *demo) handOver(ctx context.Context) error {
-	prompt := demoTokens(demoPrompt, 1)
+	prompt := demoTokens(d.opts.shape.prompt, 1)
 	d.result.PromptTokens = len(prompt)
 	for i := range d.engines { // an engine's first request warms it up
 		if _, err := complete(ctx, d.client, d.engines[i].http, demoTokens(8, uint32(900+i)), 2); err != nil {
 			return err
 		}
 	}
-	d.opts.Progress(fmt.Sprintf("prefill of %d tokens at e1, nothing cached", demoPrompt))
+	d.opts.Progress(fmt.Sprintf("prefill of %d tokens at e1, nothing cached", len(prompt)))
 	cold, err := complete(ctx, d.client, d.engines[0].http, prompt, demoMaxTokens)
 	if err != nil {
 		return err
@@ -260,10 +272,10 @@ func (d *demo) handOver(ctx context.Context) error {
 	switch {
 	case !r.TokensEqual:
 		return fmt.Errorf("tokens differ: cold %v, local %v, peer %v, without a cache %v", cold.tokens, local.tokens, peer.tokens, want)
-	case reusedLocal*10 < demoPrompt*9:
-		return fmt.Errorf("e1 reused %d of %d tokens of its own sidecar (%s)", reusedLocal, demoPrompt, local.reason)
-	case reusedPeer*10 < demoPrompt*9:
-		return fmt.Errorf("e2 reused %d of %d tokens of e1's sidecar (%s)", reusedPeer, demoPrompt, peer.reason)
+	case reusedLocal*10 < len(prompt)*9:
+		return fmt.Errorf("e1 reused %d of %d tokens of its own sidecar (%s)", reusedLocal, len(prompt), local.reason)
+	case reusedPeer*10 < len(prompt)*9:
+		return fmt.Errorf("e2 reused %d of %d tokens of e1's sidecar (%s)", reusedPeer, len(prompt), peer.reason)
 	}
 	return nil
 }
@@ -312,9 +324,9 @@ type demoCase struct{ prompt, want []uint32 }
 // makeCases computes the workload's prompts and their answers.
 func (d *demo) makeCases(ctx context.Context) error {
 	for family := range demoFamilies {
-		prefix := demoTokens(demoPrefix, uint32(50+family))
+		prefix := demoTokens(d.opts.shape.prefix, uint32(50+family))
 		for i := range demoPrompts {
-			c := demoCase{prompt: append(slices.Clone(prefix), demoTokens(demoSuffix, uint32(100+family*demoPrompts+i))...)}
+			c := demoCase{prompt: append(slices.Clone(prefix), demoTokens(d.opts.shape.suffix, uint32(100+family*demoPrompts+i))...)}
 			var err error
 			if c.want, err = d.reference(ctx, c.prompt); err != nil {
 				return err

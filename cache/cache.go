@@ -28,6 +28,7 @@ type Cache struct {
 	mu          sync.RWMutex
 	closed      bool
 	spaces      map[spaceKey]*Space
+	tenants     map[string]int // spaces of each
 	alloc       *allocator
 	window      window
 	policyBytes int64
@@ -80,6 +81,7 @@ func newCache(cfg Config, newPolicy policyMaker) (*Cache, error) {
 		pinCap:     cfg.part(cfg.PinFraction),
 		clientCap:  cfg.part(cfg.ClientPinFraction),
 		spaces:     make(map[spaceKey]*Space),
+		tenants:    make(map[string]int),
 		alloc:      newAllocator(cfg.Budget),
 		kick:       make(chan struct{}, 1),
 		stop:       make(chan struct{}),
@@ -110,7 +112,7 @@ func (c *Cache) Arena() *Arena { return c.arena }
 
 // Space returns the pages of one tenant in one namespace; the same value for
 // the same pair. It fails for a tenant name above [kvwire.MaxTenant] bytes and
-// beyond [MaxSpaces] pairs.
+// beyond [MaxSpaces] pairs, or [MaxTenantSpaces] of one tenant.
 func (c *Cache) Space(tenant string, ns kvwire.Namespace) (*Space, error) {
 	key := spaceKey{tenant, ns}
 	c.mu.RLock()
@@ -130,6 +132,10 @@ func (c *Cache) Space(tenant string, ns kvwire.Namespace) (*Space, error) {
 	if len(c.spaces) >= MaxSpaces {
 		return nil, fmt.Errorf("cannot open space of tenant %q: %d spaces are open already", tenant, MaxSpaces)
 	}
+	if c.tenants[tenant] >= MaxTenantSpaces {
+		return nil, fmt.Errorf("cannot open space of tenant %q: it has %d already, which is the most until the cache starts anew", tenant, MaxTenantSpaces)
+	}
+	c.tenants[tenant]++
 	s = &Space{c: c, tenant: tenant, ns: ns, pages: make(map[kvwire.Hash]*page)}
 	s.salt = maphash.Comparable(c.seed, key)
 	c.spaces[key] = s

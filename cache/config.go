@@ -7,8 +7,11 @@ import (
 
 // Limits on what callers may ask for.
 const (
-	// MaxSpaces is the most (tenant, namespace) pairs that one cache knows.
-	MaxSpaces = 1 << 16
+	// MaxSpaces is the most (tenant, namespace) pairs that one cache knows in
+	// its life, MaxTenantSpaces the most of one tenant: callers choose the
+	// names, and one tenant's must not use up the others'.
+	MaxSpaces       = 1 << 16
+	MaxTenantSpaces = MaxSpaces / 8
 	// MaxTTL is the longest life of a lease or pin.
 	MaxTTL = time.Hour
 )

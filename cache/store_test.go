@@ -1,6 +1,7 @@
 package cache
 
 import (
+	"fmt"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -45,12 +46,26 @@ func TestSpacesAreInternedAndBounded(t *testing.T) {
 	assert.ErrorContains(t, err, "129 bytes")
 
 	for i := len(c.spaces); i < MaxSpaces; i++ {
-		_, err := c.Space("t", kvwire.Namespace{1, byte(i), byte(i >> 8), byte(i >> 16)})
+		_, err := c.Space(fmt.Sprint("t", i/MaxTenantSpaces), kvwire.Namespace{1, byte(i), byte(i >> 8), byte(i >> 16)})
 		require.NoError(t, err)
 	}
 	_, err = c.Space("late", kvwire.Namespace{})
 	assert.ErrorContains(t, err, "65536 spaces")
 	assert.Same(t, a, space(t, c, "a"), "known ones still open")
+}
+
+func TestSpacesOfOneTenantAreBounded(t *testing.T) {
+	c := open(t, Config{})
+	for i := range MaxTenantSpaces {
+		_, err := c.Space("t", kvwire.Namespace{byte(i), byte(i >> 8)})
+		require.NoError(t, err)
+	}
+	_, err := c.Space("t", kvwire.Namespace{1, 2, 3})
+	assert.ErrorContains(t, err, "8192")
+	_, err = c.Space("t", kvwire.Namespace{})
+	assert.NoError(t, err, "known ones still open")
+	_, err = c.Space("u", kvwire.Namespace{1, 2, 3})
+	assert.NoError(t, err, "another tenant is not concerned")
 }
 
 func TestPutThenReadBack(t *testing.T) {

@@ -21,6 +21,7 @@ const (
 	addressScheme = "Membrane-Peer"
 	addressSkew   = 60 * time.Second
 	maxAuthHeader = 512
+	strangeLines  = 10
 )
 
 // addressAnswer is the body of the answer. MAC covers the other fields and the
@@ -40,7 +41,7 @@ func (m *Mesh) Address(method, path, authorization string, now time.Time) (statu
 	nonce, err := checkAuthorization(m.cfg.ClusterKey, method, path, authorization, now)
 	if err != nil {
 		m.counters.authFailures.Add(1)
-		m.log.Warn().Err(err).Msg("refused a peer that asked for our address")
+		m.strange.Warn().Err(err).Msg("refused a peer that asked for our address")
 		body, _ = json.Marshal(map[string]string{"error": "unauthorized", "message": err.Error()})
 		return http.StatusUnauthorized, body
 	}

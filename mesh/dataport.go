@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -14,7 +15,7 @@ import (
 )
 
 const (
-	maxStrangers  = 64 // connections that have not done the challenge
+	maxStrangers  = 64 // connections that have not done the challenge; then the oldest makes room
 	handshakeTime = 3 * time.Second
 	answerTime    = 5 * time.Second        // to write what carries no page
 	writeGrace    = 500 * time.Millisecond // beyond the deadline, to end an answer
@@ -33,9 +34,9 @@ type dataPort struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 
-	mu     sync.Mutex
-	conns  map[net.Conn]struct{}
-	proven int // of them, those that have done the challenge
+	mu        sync.Mutex
+	conns     map[net.Conn]struct{}
+	strangers []net.Conn // of them, those that have not done the challenge, oldest first
 
 	maxStrangers int
 }
@@ -88,25 +89,40 @@ func (d *dataPort) accept() {
 func (d *dataPort) enter(c net.Conn) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	// Strangers may take a part of the connections only.
-	strangers := len(d.conns) - d.proven
-	if d.ctx.Err() != nil || len(d.conns) >= d.m.cfg.MaxDataConns || strangers >= d.maxStrangers {
+	if d.ctx.Err() != nil || len(d.conns) >= d.m.cfg.MaxDataConns {
 		return false
 	}
+	// Strangers may take a part of the connections only. A peer does the
+	// challenge at once, so that it is those who wait that go.
+	if len(d.strangers) >= d.maxStrangers {
+		_ = d.strangers[0].Close()
+		d.strangers = slices.Delete(d.strangers, 0, 1)
+		d.m.counters.refusals.Add(1)
+	}
 	d.conns[c] = struct{}{}
+	d.strangers = append(d.strangers, c)
 	return true
 }
 
-func (d *dataPort) prove(n int) {
+// proven takes a connection out of the strangers.
+func (d *dataPort) proven(c net.Conn) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.proven += n
+	d.noStranger(c)
+}
+
+// noStranger needs d.mu.
+func (d *dataPort) noStranger(c net.Conn) {
+	if i := slices.Index(d.strangers, c); i >= 0 {
+		d.strangers = slices.Delete(d.strangers, i, i+1)
+	}
 }
 
 func (d *dataPort) leave(c net.Conn) {
 	_ = c.Close()
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	d.noStranger(c)
 	delete(d.conns, c)
 }
 
@@ -146,8 +162,7 @@ func (d *dataPort) serve(c net.Conn) {
 	s.pages.c = c
 	err := s.handshake()
 	if err == nil {
-		d.prove(1)
-		defer d.prove(-1)
+		d.proven(c)
 	}
 	for err == nil {
 		err = s.request()
@@ -155,7 +170,7 @@ func (d *dataPort) serve(c net.Conn) {
 	var e *kvwire.Error
 	if errors.As(err, &e) {
 		d.m.counters.badFrames.Add(1)
-		d.m.log.Warn().Err(err).Str("peer", s.peer).Str("from", c.RemoteAddr().String()).Msg("ended a data connection")
+		d.m.strange.Warn().Err(err).Str("peer", s.peer).Str("from", c.RemoteAddr().String()).Msg("ended a data connection")
 	}
 }
 

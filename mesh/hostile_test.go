@@ -6,10 +6,12 @@ import (
 	"errors"
 	"io"
 	"net"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/hashicorp/serf/serf"
+	"github.com/rs/zerolog"
 	"github.com/stretchr/testify/require"
 
 	"membrane/kvwire"
@@ -392,19 +394,27 @@ func TestStrangersLeaveRoom(t *testing.T) {
 	a.data.mu.Lock()
 	a.data.maxStrangers = 3
 	a.data.mu.Unlock()
-	for range 6 {
+	before := a.Stats().DataConns
+	_, oldest := dialRaw(t, a)
+	for range 2 {
 		dialRaw(t, a)
 	}
-	eventually(t, func() bool { return a.Stats().Refusals > 0 }, "nobody is refused")
-	require.LessOrEqual(t, a.Stats().DataConns, 3+2)
+	eventually(t, func() bool { return a.Stats().DataConns >= before+3 }, "not accepted")
 	pages := testHashes("p", 1)
 	put(t, a, pages, 1, 1000)
 	waitListed(t, b, "holder", pages) // over the connection that is proven
-	// Strangers are sent away after three seconds.
+	for range 3 {                     // more of them never keep a peer away
+		dialRaw(t, a)
+	}
+	// A peer's new connection takes the place of the stranger that waits longest.
 	eventually(t, func() bool {
 		got, _ := b.Fill(within(t, 10*time.Second), b.request(pages, 1))
 		return got == 1
 	}, "no room for a peer")
+	_, err := oldest.ReadByte()
+	require.Error(t, err)
+	require.Positive(t, a.Stats().Refusals)
+	require.LessOrEqual(t, a.Stats().DataConns, 3+2)
 }
 
 func TestIdleConnectionsEnd(t *testing.T) {
@@ -474,4 +484,34 @@ func FuzzDataPort(f *testing.F) {
 		_ = there.Close()
 		require.Zero(t, n.cache.Stats().Held)
 	})
+}
+
+// lineCounter counts the lines of a log.
+type lineCounter struct{ n atomic.Int64 }
+
+func (w *lineCounter) Write(p []byte) (int, error) {
+	w.n.Add(1)
+	return len(p), nil
+}
+
+func TestStrangersCannotFillTheLog(t *testing.T) {
+	t.Parallel()
+	var lines lineCounter
+	n := startNode(t, "a", func(c *Config) { c.Logger = zerolog.New(&lines) })
+	before := lines.n.Load()
+	for range 100 {
+		n.Address("GET", AddressPath, "Bearer x", time.Now())
+	}
+	for range 20 {
+		c, r := dialRaw(t, n)
+		_, err := c.Write(make([]byte, kvwire.HeaderSize))
+		require.NoError(t, err)
+		_, err = io.Copy(io.Discard, r)
+		require.NoError(t, err)
+	}
+	eventually(t, func() bool { return n.Stats().BadFrames == 20 }, "not counted")
+	require.EqualValues(t, 100, n.Stats().AuthFailures)
+	got := lines.n.Load() - before
+	require.Positive(t, got)
+	require.LessOrEqual(t, got, int64(2*strangeLines), "one line for each stranger")
 }

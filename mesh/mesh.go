@@ -22,6 +22,7 @@ import (
 type Mesh struct {
 	cfg      Config
 	log      zerolog.Logger
+	strange  zerolog.Logger // for what anybody can cause: some lines a minute
 	gossip   *gossip
 	data     *dataPort
 	index    *index
@@ -44,6 +45,7 @@ func New(cfg Config) (*Mesh, error) {
 		return nil, err
 	}
 	m := &Mesh{cfg: cfg, log: cfg.Logger, index: newIndex()}
+	m.strange = cfg.Logger.Sample(&zerolog.BurstSampler{Burst: strangeLines, Period: time.Minute})
 	m.peers = newPeerTable(m)
 	m.data = newDataPort(m)
 	m.fills = newFills(m)

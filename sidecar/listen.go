@@ -54,7 +54,7 @@ func listenSocket(s *Settings, log zerolog.Logger) (*net.UnixListener, error) {
 	}
 	dir, dirErr := userDir()
 	if dirErr != nil {
-		return nil, fmt.Errorf("%w; %w", err, dirErr)
+		return nil, noSocket(errors.Join(err, dirErr))
 	}
 	for _, name := range []string{s.NodeID, s.NodeID + "-" + strconv.Itoa(os.Getpid())} {
 		path := filepath.Join(dir, name, "engine.sock")
@@ -65,10 +65,20 @@ func listenSocket(s *Settings, log zerolog.Logger) (*net.UnixListener, error) {
 		}
 		err = errors.Join(err, pathErr)
 	}
-	return nil, err
+	return nil, noSocket(err)
+}
+
+// noSocket says what to do when none of the places that are tried by default
+// will do.
+func noSocket(err error) error {
+	return fmt.Errorf("there is no place for the engine socket: name one with --engine-socket PATH, in a folder that this user can write\n%w", err)
 }
 
 func openSocket(flag, path string) (*net.UnixListener, error) {
+	path, err := filepath.Abs(path) // engines are told the path and have another working directory
+	if err != nil {
+		return nil, &SettingError{flag, path, err.Error()}
+	}
 	if len(path) > maxSocketPath {
 		return nil, &SettingError{flag, path, fmt.Sprintf("has %d bytes, a socket's path has at most %d", len(path), maxSocketPath)}
 	}

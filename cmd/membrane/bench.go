@@ -14,6 +14,7 @@ func newBenchCommand() *cobra.Command {
 		Use:   "bench",
 		Short: "Measure membrane, every figure beside a ceiling of the same run",
 		Args:  refuseArgs,
+		RunE:  needsCommand,
 	}
 	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newFrameSourceCommand())
 	return cmd

@@ -8,7 +8,6 @@ import (
 	"io"
 	"net/http"
 	"net/url"
-	"os"
 	"strconv"
 	"strings"
 	"time"
@@ -41,7 +40,7 @@ func newClientCommand() *cobra.Command {
 	}
 	flags := cmd.PersistentFlags()
 	flags.StringVar(&c.base, "base-url", "http://localhost:8080", "the sidecar's HTTP listener")
-	flags.StringVar(&c.key, "api-key", os.Getenv("MEMBRANE_API_KEY"), "API key (default: $MEMBRANE_API_KEY)")
+	keyFlag(flags, &c.key, "api-key", "API key")
 	cmd.AddCommand(c.prefillCommand(), c.reconstructCommand(), c.retrieveCommand(), c.inventoryCommand())
 	return cmd
 }
@@ -119,7 +118,7 @@ func (c *apiClient) inventoryCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&after, "after", "", "go on behind this hash (the last answer's next)")
-	cmd.Flags().IntVar(&limit, "limit", 0, "at most this many (0: all)")
+	cmd.Flags().IntVar(&limit, "limit", 0, "at most this many (0: 100000); next in the answer is where to go on")
 	return cmd
 }
 
@@ -174,6 +173,9 @@ func (c *apiClient) print(out io.Writer, method, path string, body []byte) error
 // do sends a request and returns the answer's body; any status but 200 is an
 // error with the server's own words.
 func (c *apiClient) do(method, path string, body []byte) ([]byte, error) {
+	if u, err := url.Parse(c.base); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
+		return nil, usageError{fmt.Errorf("--base-url %q: is not http://HOST:PORT", c.base)}
+	}
 	req, err := http.NewRequest(method, strings.TrimSuffix(c.base, "/")+path, bytes.NewReader(body))
 	if err != nil {
 		return nil, usageError{fmt.Errorf("--base-url: %w", err)}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net"
 	"net/http"
-	"os"
 	"strconv"
 	"text/tabwriter"
 
@@ -56,6 +55,6 @@ func newClusterStatusCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&host, "host", "localhost", "the sidecar's host")
 	cmd.Flags().IntVarP(&port, "port", "p", 8080, "the sidecar's HTTP port")
-	cmd.Flags().StringVar(&key, "api-key", os.Getenv("MEMBRANE_API_KEY"), "API key (default: $MEMBRANE_API_KEY)")
+	keyFlag(cmd.Flags(), &key, "api-key", "API key")
 	return cmd
 }

@@ -49,8 +49,8 @@ from its id (--model-id), the same in every process.`,
 	flags.IntVar(&f.threads, "threads", 1, "goroutines that compute")
 	flags.StringVar(&f.name, "name", "", "engine id at the sidecar (default: engine-PID)")
 	flags.StringVar(&f.addr, "addr", "127.0.0.1:0", "HOST:PORT to serve completions on, port 0 for any free one")
-	flags.StringVar(&f.sidecar, "sidecar", envOr("MEMBRANE_SIDECAR", ""), "the sidecar: path of its engine socket or HOST:PORT of its localhost listener; empty runs without")
-	flags.StringVar(&f.key, "key", os.Getenv("MEMBRANE_API_KEY"), "API key with the scope engine, where the sidecar's localhost listener wants one")
+	flags.StringVar(&f.sidecar, "sidecar", envOr("MEMBRANE_SIDECAR", ""), "the sidecar: path of its engine socket or HOST:PORT of its localhost listener; empty runs without (MEMBRANE_SIDECAR)")
+	keyFlag(flags, &f.key, "key", "API key with the scope engine, where the sidecar's localhost listener wants one")
 	flags.IntVar(&f.block, "block-tokens", 64, "the engine's own block, in tokens")
 	flags.DurationVar(&f.deadline, "deadline", 500*time.Millisecond, "longest wait for the sidecar")
 	flags.DurationVar(&f.lease, "lease", 10*time.Second, "how long leased pages are pinned")
@@ -73,7 +73,7 @@ func (f *engineFlags) load() (*llama.Model, error) {
 }
 
 func (f *engineFlags) run(ctx context.Context) error {
-	log := zerolog.New(os.Stderr).With().Timestamp().Logger()
+	log := zerolog.New(os.Stderr).Level(zerolog.InfoLevel).With().Timestamp().Logger()
 	model, err := f.load()
 	if err != nil {
 		return usageError{err}

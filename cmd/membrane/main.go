@@ -11,6 +11,7 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 )
 
 // version is set by the build.
@@ -99,6 +100,13 @@ func refuseArgs(cmd *cobra.Command, args []string) error {
 // needsCommand is the RunE of a command that only has commands below it.
 func needsCommand(cmd *cobra.Command, _ []string) error {
 	return usageError{fmt.Errorf("%s needs a command (see %s --help)", cmd.CommandPath(), cmd.CommandPath())}
+}
+
+// keyFlag adds a flag for a key, with MEMBRANE_API_KEY behind it. A key must not
+// be in the help text, where flags show their default.
+func keyFlag(flags *pflag.FlagSet, p *string, name, usage string) {
+	flags.StringVar(p, name, os.Getenv("MEMBRANE_API_KEY"), usage+" (MEMBRANE_API_KEY)")
+	flags.Lookup(name).DefValue = ""
 }
 
 // envOr returns the value of an environment variable, or def.

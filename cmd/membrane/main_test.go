@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -202,4 +203,41 @@ func (n *node) meets(t *testing.T, peers int) {
 		got := finish(t, "cluster-status", "--host", "127.0.0.1", "--port", port)
 		return got.status == 0 && strings.Count(got.out, "true") == peers
 	}, timeout, 100*time.Millisecond)
+}
+
+func TestHelpShowsNoKey(t *testing.T) {
+	t.Parallel()
+	for _, args := range [][]string{{"client", "--help"}, {"cluster-status", "--help"}, {"engine", "--help"}} {
+		cmd := command(t, args...)
+		cmd.Env = append(cmd.Env, "MEMBRANE_API_KEY=mbr_secret")
+		got := finishCommand(t, cmd)
+		assert.Zero(t, got.status)
+		assert.Contains(t, got.out, "MEMBRANE_API_KEY", "%q", args)
+		assert.NotContains(t, got.out+got.err, "mbr_secret", "%q", args)
+	}
+}
+
+func TestBadCommandLinesAreStatusTwo(t *testing.T) {
+	t.Parallel()
+	f := func(want string, args ...string) {
+		t.Helper()
+		got := finish(t, args...)
+		assert.Equal(t, exitUsage, got.status, "%q", args)
+		assert.Contains(t, got.err, want, "%q", args)
+		assert.Empty(t, got.out, "%q", args)
+	}
+	f("needs a command", "bench")
+	f(`"cor" is not a command`, "bench", "cor")
+	f("is not http://HOST:PORT", "client", "inventory", "--base-url", "localhost:8080")
+	f("is not http://HOST:PORT", "client", "inventory", "--base-url", "http://")
+}
+
+func TestRelativeSocketIsToldAbsolute(t *testing.T) {
+	t.Parallel()
+	cmd := command(t, "serve", "--port", "0", "--engine-addr", "off", "--log-format", "json", "--engine-socket", "e.sock")
+	cmd.Dir = runtimeDir(t)
+	n := startCommand(t, cmd)
+	assert.Equal(t, cmd.Dir+"/e.sock", n.fields["engine_socket"])
+	n.signal(t, syscall.SIGTERM)
+	assert.Zero(t, n.wait(t))
 }

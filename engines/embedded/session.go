@@ -89,13 +89,20 @@ func (s *Session) run(ctx context.Context) {
 	defer close(s.done)
 	wait := backoff.NewExponentialBackOff()
 	wait.InitialInterval, wait.MaxInterval = 20*time.Millisecond, time.Second
+	told := false // of this outage
 	for ctx.Err() == nil {
 		if err := s.attach(ctx); err != nil {
-			s.log.Debug().Err(err).Str("sidecar", s.addr).Msg("sidecar not attached")
+			level := zerolog.WarnLevel
+			if told {
+				level = zerolog.DebugLevel
+			}
+			told = true
+			s.log.WithLevel(level).Err(err).Str("sidecar", s.addr).Msg("sidecar not attached: serving without it, trying on")
 			sleep(ctx, wait.NextBackOff())
 			continue
 		}
 		wait.Reset()
+		told = false
 		s.watch(ctx)
 		s.detach()
 	}

@@ -15,8 +15,12 @@ import (
 	"membrane/sidecar/auth"
 )
 
-// keepBuffer is the most that a connection keeps of a buffer between requests.
-const keepBuffer = 1 << 20
+// keepBuffer is the most that a connection keeps of a buffer between requests,
+// keepBuffers the most that all do of one kind.
+const (
+	keepBuffer  = 1 << 20
+	keepBuffers = 32 << 20
+)
 
 // conn is one connection of an engine. Its goroutine owns all of it but the
 // socket, which Close may close.
@@ -28,6 +32,7 @@ type conn struct {
 	r        *bufio.Reader
 	identity auth.Identity
 	greeted  bool
+	hurried  bool // the socket has a read deadline for the frame that is being read
 
 	// Set by register.
 	eng    *engine
@@ -59,7 +64,7 @@ func (c *conn) run() {
 		}
 	}()
 	if !c.greeted {
-		_ = c.nc.SetReadDeadline(time.Now().Add(greetTimeout))
+		_ = c.nc.SetReadDeadline(time.Now().Add(c.s.cfg.greetTimeout))
 	}
 	for {
 		h, err := kvwire.ReadHeader(c.r)
@@ -68,10 +73,7 @@ func (c *conn) run() {
 			c.hangUp(h, err)
 			return
 		}
-		c.s.busy.Add(1)
-		err = c.serve(h)
-		c.s.busy.Add(-1)
-		if err != nil {
+		if c.serve(h) != nil {
 			return
 		}
 	}
@@ -103,6 +105,15 @@ func (c *conn) lastWords(id uint32, err error) {
 // serve reads the body of one request, acts and answers. It returns an error
 // when the connection cannot go on.
 func (c *conn) serve(h kvwire.Header) error {
+	c.s.busy.Add(1)
+	defer c.s.busy.Add(-1)                                                                // also when it panics
+	if h.Length > smallBody && h.Type != kvwire.TypeWrite && h.Type != kvwire.TypeMatch { // which are not kept
+
+		if !c.s.bodies.take(int64(h.Length)) {
+			return c.refuseBody(h)
+		}
+		defer c.s.bodies.give(int64(h.Length))
+	}
 	err := c.request(h)
 	var fatal closing
 	if errors.As(err, &fatal) {
@@ -125,13 +136,64 @@ func (c *conn) serve(h kvwire.Header) error {
 	if werr := c.flush(); werr != nil {
 		return werr
 	}
-	if cap(c.in) > keepBuffer {
+	c.trim()
+	return nil
+}
+
+// refuseBody reads past the body of a request that there is no room for.
+func (c *conn) refuseBody(h kvwire.Header) error {
+	err := kvwire.Errorf(kvwire.CodeBusy, "length", "requests of %d bytes are under way: %d more are above %d", c.s.bodies.used.Load(), h.Length, maxBodies)
+	c.s.count.request(h.Type, c.arrived, err)
+	if !c.greeted { // no hello is so long
+		c.lastWords(h.ID, err)
+		return err
+	}
+	c.hurry(int(h.Length))
+	if _, err := io.CopyN(io.Discard, c.r, int64(h.Length)); err != nil {
+		return err
+	}
+	c.relax()
+	return c.write(errorFrame(nil, h.ID, err))
+}
+
+// trim gives up buffers that are too large to be kept until the next request.
+func (c *conn) trim() {
+	most := int(min(keepBuffer, keepBuffers/max(1, c.s.connected.Load())))
+	if cap(c.in) > most {
 		c.in = nil
 	}
-	if cap(c.out) > keepBuffer {
+	if cap(c.out) > most {
 		c.out = nil
 	}
-	return nil
+	c.locations = atMost(c.locations, most/24)
+	c.pages = atMost(c.pages, most/16)
+	c.commits = atMost(c.commits, most/24)
+	c.refs = atMost(c.refs, most/48)
+}
+
+func atMost[T any](s []T, n int) []T {
+	if cap(s) > n {
+		return nil
+	}
+	return s
+}
+
+// hurry bounds the time for the rest of a frame, if that is not here: until it
+// is, it holds memory or a slot of the arena. A client that has not said hello has
+// its own, shorter time.
+func (c *conn) hurry(length int) {
+	if c.greeted && c.r.Buffered() < length {
+		_ = c.nc.SetReadDeadline(time.Now().Add(c.s.cfg.bodyTimeout))
+		c.hurried = true
+	}
+}
+
+// relax undoes hurry.
+func (c *conn) relax() {
+	if c.hurried {
+		_ = c.nc.SetReadDeadline(noDeadline)
+		c.hurried = false
+	}
 }
 
 func (c *conn) request(h kvwire.Header) error {
@@ -145,10 +207,20 @@ func (c *conn) request(h kvwire.Header) error {
 	case h.Type == kvwire.TypeMatch && c.greeted && c.eng != nil && !c.s.draining.Load():
 		return c.handleMatch(h)
 	}
+	if h.Type == kvwire.TypeMatch { // one that is to be refused
+		c.hurry(int(h.Length))
+		if _, err := io.CopyN(io.Discard, c.r, int64(h.Length)); err != nil {
+			return closing{err}
+		}
+		c.relax()
+		h.Length = 0
+	}
+	c.hurry(int(h.Length))
 	body, err := kvwire.ReadBody(c.r, h, c.in)
 	if err != nil {
 		return closing{err}
 	}
+	c.relax()
 	c.in = body
 	if !c.greeted && h.Type != kvwire.TypeHello {
 		return kvwire.Errorf(kvwire.CodeUnauthorized, "key", "say hello first")
@@ -256,7 +328,7 @@ func (c *conn) end() {
 	c.leave()
 	c.s.mu.Lock()
 	defer c.s.mu.Unlock()
-	delete(c.s.conns, c)
+	c.s.forget(c)
 }
 
 func (c *conn) name() string {

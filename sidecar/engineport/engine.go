@@ -1,6 +1,7 @@
 package engineport
 
 import (
+	"slices"
 	"sync"
 	"time"
 
@@ -31,7 +32,10 @@ type engine struct {
 
 	ranks map[rankKey]*conn // guarded by Server.mu
 
+	memory *budget // of the server
+
 	mu     sync.Mutex
+	kept   int64 // bytes of chains and leases, taken from memory
 	chains map[uint64]*chain
 	leases map[uint64]*lease
 	live   int      // leases that have not ended, as far as we know
@@ -47,7 +51,12 @@ type spaceState struct {
 
 // chain is the tokens of one sequence under a handle.
 type chain struct {
-	owner *conn
+	owner  *conn
+	handle uint64 // 0: none yet
+
+	// Guarded by engine.mu.
+	cost    int64 // bytes
+	dropped bool
 
 	mu sync.Mutex
 	c  *kvwire.Chain
@@ -65,6 +74,7 @@ func (ch *chain) hashes() []kvwire.Hash {
 type lease struct {
 	owner     *conn
 	hashes    []kvwire.Hash
+	cost      int64 // bytes
 	expires   time.Time
 	left      int  // ranks that have not released it
 	cancelled bool // by the scheduler
@@ -75,10 +85,6 @@ type lease struct {
 // says what it is; the others must agree.
 func (c *conn) join(reg kvwire.Register, pageTokens int, object int64) error {
 	s, d := c.s, reg.Descriptor
-	space, err := s.cfg.Cache.Space(c.identity.Tenant, reg.Model.Namespace(pageTokens))
-	if err != nil {
-		return kvwire.Errorf(kvwire.CodeBusy, "model", "%v", err)
-	}
 	shard := d.Shard()
 	rank := rankKey{reg.Role, shard.Index}
 	s.mu.Lock()
@@ -86,11 +92,15 @@ func (c *conn) join(reg kvwire.Register, pageTokens int, object int64) error {
 	key := engineKey{c.identity.Tenant, reg.Engine}
 	e := s.engines[key]
 	if e == nil {
+		space, err := s.cfg.Cache.Space(c.identity.Tenant, reg.Model.Namespace(pageTokens))
+		if err != nil {
+			return kvwire.Errorf(kvwire.CodeBusy, "model", "%v", err)
+		}
 		e = &engine{
 			key: key, facts: reg.Model, form: d.Form(), layout: d.Layout, space: space, state: s.stateOf(space),
 			pageTokens: pageTokens, shards: int(shard.Count), tp: d.TPSize, pp: d.PPSize,
-			pageBytes: object * int64(shard.Count),
-			ranks:     make(map[rankKey]*conn), chains: make(map[uint64]*chain), leases: make(map[uint64]*lease),
+			pageBytes: object * int64(shard.Count), memory: &s.memory,
+			ranks: make(map[rankKey]*conn), chains: make(map[uint64]*chain), leases: make(map[uint64]*lease),
 		}
 	} else if err := e.agree(reg); err != nil {
 		return err
@@ -153,9 +163,9 @@ func (c *conn) leave() {
 	c.s.mu.Unlock()
 
 	e.mu.Lock()
-	for handle, ch := range e.chains {
+	for _, ch := range e.chains {
 		if ch.owner == c {
-			delete(e.chains, handle)
+			e.dropChain(ch)
 		}
 	}
 	var shared []uint64
@@ -184,7 +194,8 @@ func (e *engine) endLease(id uint64, l *lease) {
 	if l.over {
 		return
 	}
-	l.over, l.hashes = true, nil
+	e.giveBack(l.cost)
+	l.over, l.hashes, l.cost = true, nil, 0
 	e.live--
 	e.ended = append(e.ended, id)
 	if len(e.ended) > maxEnded {
@@ -193,24 +204,36 @@ func (e *engine) endLease(id uint64, l *lease) {
 	}
 }
 
-// addLease remembers a granted lease, or reports that the engine has too many.
-func (e *engine) addLease(id uint64, l *lease) error {
+// addLease remembers a granted lease of some pages, or reports that the engine
+// has too many.
+func (e *engine) addLease(id uint64, l *lease, pages []kvwire.Hash) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.live >= MaxLeases {
-		now := time.Now()
-		for id, old := range e.leases {
-			if !old.over && now.After(old.expires) {
-				e.endLease(id, old)
-			}
-		}
+		e.endExpired()
 	}
 	if e.live >= MaxLeases {
 		return kvwire.Errorf(kvwire.CodeBusy, "lease", "engine %q holds %d leases, which is the most", e.key.name, MaxLeases)
 	}
+	cost := leaseCost(len(pages))
+	if err := e.take("lease", cost); err != nil {
+		return err
+	}
+	// A copy: a short lease of a long chain must not keep all of it.
+	l.hashes, l.cost = slices.Clone(pages), cost
 	e.leases[id] = l
 	e.live++
 	return nil
+}
+
+// endExpired ends what nobody has released in time. It needs e.mu.
+func (e *engine) endExpired() {
+	now := time.Now()
+	for id, l := range e.leases {
+		if !l.over && now.After(l.expires) {
+			e.endLease(id, l)
+		}
+	}
 }
 
 // chainOf returns the chain of a handle.
@@ -219,9 +242,13 @@ func (e *engine) chainOf(field string, handle uint64) (*chain, error) {
 	defer e.mu.Unlock()
 	ch := e.chains[handle]
 	if ch == nil {
-		return nil, kvwire.Errorf(kvwire.CodeUnknownHandle, field, "%d was never given out, was dropped, or is another engine's", handle)
+		return nil, unknownHandle(field, handle)
 	}
 	return ch, nil
+}
+
+func unknownHandle(field string, handle uint64) error {
+	return kvwire.Errorf(kvwire.CodeUnknownHandle, field, "%d was never given out, was dropped, or is another engine's", handle)
 }
 
 // holders returns how many ranks release a lease.

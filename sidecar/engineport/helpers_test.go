@@ -62,6 +62,7 @@ func newPort(t *testing.T, change ...func(*Config)) *port {
 		require.NoError(t, c.Close())
 		require.Zero(t, s.busy.Load())
 		require.Zero(t, s.slots.Load())
+		require.Zero(t, s.memory.used.Load())
 		require.Zero(t, s.count.panics.Get())
 		require.NoError(t, os.RemoveAll(dir))
 	})

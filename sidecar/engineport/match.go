@@ -16,13 +16,15 @@ const margin = 2 * time.Millisecond
 // handleMatch hashes the tokens as they come, straight out of the
 // connection's buffer.
 func (c *conn) handleMatch(h kvwire.Header) error {
-	m, kc, err := c.receiveMatch(int(h.Length))
+	c.hurry(int(h.Length))
+	m, ch, err := c.receiveMatch(int(h.Length))
+	c.relax()
 	if err != nil {
 		return err
 	}
 	var begin int
 	c.out, begin = kvwire.BeginFrame(c.out[:0], kvwire.TypeMatch|kvwire.AnswerBit, h.ID)
-	if err := c.match(m, kc); err != nil {
+	if err := c.match(m, ch); err != nil {
 		return err
 	}
 	c.out = kvwire.EndFrame(c.out, begin)
@@ -30,9 +32,11 @@ func (c *conn) handleMatch(h kvwire.Header) error {
 }
 
 // receiveMatch reads the body of a match, all of it whatever is wrong with it.
-// The tokens go into the chain and nowhere else.
-func (c *conn) receiveMatch(length int) (kvwire.Match, *kvwire.Chain, error) {
-	refuse := func(m kvwire.Match, rest int, err error) (kvwire.Match, *kvwire.Chain, error) {
+// The tokens go into the chain and nowhere else. What the chain will keep is
+// taken before they come.
+func (c *conn) receiveMatch(length int) (kvwire.Match, *chain, error) {
+	e := c.eng
+	refuse := func(m kvwire.Match, rest int, err error) (kvwire.Match, *chain, error) {
 		if _, e := c.r.Discard(rest); e != nil {
 			return m, nil, closing{e}
 		}
@@ -53,10 +57,20 @@ func (c *conn) receiveMatch(length int) (kvwire.Match, *kvwire.Chain, error) {
 	if n := uint32(rest / 4); m.Held > n {
 		return refuse(m, rest, kvwire.Errorf(kvwire.CodeBadField, "held", "%d tokens are more than the %d of the prompt", m.Held, n))
 	}
-	kc, err := kvwire.NewChain(c.eng.pageTokens, m.Scope)
+	kc, err := kvwire.NewChain(e.pageTokens, m.Scope)
 	if err != nil {
 		return refuse(m, rest, err)
 	}
+	ch := &chain{owner: c, c: kc}
+	if err := e.growChain(ch, rest/4/e.pageTokens); err != nil {
+		return refuse(m, rest, err)
+	}
+	whole := false
+	defer func() {
+		if !whole {
+			e.discard(ch)
+		}
+	}()
 	kc.Expect(min(rest, expectBytes) / 4)
 	for rest > 0 {
 		b, err := c.r.Peek(min(rest, max(4, c.r.Buffered()&^3)))
@@ -69,42 +83,41 @@ func (c *conn) receiveMatch(length int) (kvwire.Match, *kvwire.Chain, error) {
 		rest -= len(b)
 		_, _ = c.r.Discard(len(b)) // it has them
 	}
-	return m, kc, nil
+	whole = true
+	return m, ch, nil
 }
 
 // expectBytes bounds what the length of a match alone makes us allocate for.
 const expectBytes = 1 << 20
 
-func (c *conn) match(m kvwire.Match, kc *kvwire.Chain) error {
+func (c *conn) match(m kvwire.Match, ch *chain) (err error) {
 	e := c.eng
-	ch := &chain{owner: c, c: kc}
-	handle, err := c.addChain(ch)
-	if err != nil {
+	defer func() {
+		if err != nil { // as if nothing had been asked
+			e.discard(ch)
+		}
+	}()
+	if err := c.addChain(ch); err != nil {
 		return err
 	}
-	first := min(int(m.Held)/e.pageTokens, len(kc.Hashes()))
-	err = c.lease(ask{
-		handle: handle, hashes: kc.Hashes(), first: first, most: kvwire.MaxBatch,
+	hashes := ch.hashes()
+	return c.lease(ask{
+		handle: ch.handle, hashes: hashes, first: min(int(m.Held)/e.pageTokens, len(hashes)), most: kvwire.MaxBatch,
 		deadline: c.deadline(m.DeadlineUS), ttl: ttl(m.LeaseMS), flags: m.Flags,
 	})
-	if err != nil { // as if nothing had been asked
-		e.mu.Lock()
-		delete(e.chains, handle)
-		e.mu.Unlock()
-	}
-	return err
 }
 
-func (c *conn) addChain(ch *chain) (uint64, error) {
+// addChain gives a chain a handle.
+func (c *conn) addChain(ch *chain) error {
 	e := c.eng
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if len(e.chains) >= MaxHandles {
-		return 0, kvwire.Errorf(kvwire.CodeBusy, "handle", "engine %q keeps %d chains, which is the most: drop those of finished requests", e.key.name, MaxHandles)
+		return kvwire.Errorf(kvwire.CodeBusy, "handle", "engine %q keeps %d chains, which is the most: drop those of finished requests", e.key.name, MaxHandles)
 	}
-	handle := c.s.lastID.Add(1)
-	e.chains[handle] = ch
-	return handle, nil
+	ch.handle = c.s.lastID.Add(1)
+	e.chains[ch.handle] = ch
+	return nil
 }
 
 func (c *conn) handleLease(body []byte) error {
@@ -196,8 +209,8 @@ func (c *conn) lease(a ask) error {
 		why = reason
 	}
 	if granted.ID != 0 {
-		record := &lease{owner: c, hashes: wanted[:granted.Pages], expires: granted.Expires, left: e.holders()}
-		if err := e.addLease(granted.ID, record); err != nil {
+		record := &lease{owner: c, expires: granted.Expires, left: e.holders()}
+		if err := e.addLease(granted.ID, record, wanted[:granted.Pages]); err != nil {
 			_ = c.s.cfg.Cache.Cancel(granted.ID)
 			return err
 		}
@@ -284,6 +297,11 @@ func (c *conn) handleExtend(body []byte) error {
 	}
 	ch.mu.Lock()
 	defer ch.mu.Unlock()
+	if n := ch.c.Tokens() + len(x.Tokens)/4; n <= kvwire.MaxTokens { // else the chain refuses them
+		if err := c.eng.growChain(ch, n/c.eng.pageTokens); err != nil {
+			return err
+		}
+	}
 	if err := ch.c.AppendWire(x.Tokens); err != nil {
 		return err
 	}
@@ -296,12 +314,11 @@ func (c *conn) handleDrop(body []byte) error {
 	if err != nil {
 		return err
 	}
-	if _, err := c.eng.chainOf("handle", handle); err != nil {
+	ch, err := c.eng.chainOf("handle", handle)
+	if err != nil {
 		return err
 	}
-	c.eng.mu.Lock()
-	delete(c.eng.chains, handle)
-	c.eng.mu.Unlock()
+	c.eng.discard(ch)
 	if c.inbox != nil {
 		before := len(c.inbox.reserved)
 		c.inbox.drop(handle)

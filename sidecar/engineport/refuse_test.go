@@ -168,6 +168,7 @@ func TestRanksOfOneEngineAgree(t *testing.T) {
 		_, err := c.Register(within(t), reg)
 		wantError(t, err, code, field)
 		assert.Len(t, p.Status().Engines[0].Connections, 1)
+		assert.EqualValues(t, 1, p.cache.Stats().Spaces, "a refused registration opened a space")
 	}
 	change := func(change func(*kvwire.Register)) kvwire.Register {
 		r := rank("e", kvwire.RoleWorker, 1)

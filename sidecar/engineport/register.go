@@ -39,6 +39,7 @@ func (c *conn) handleHello(body []byte) error {
 	}
 	c.s.mu.Lock()
 	socket := c.s.socket
+	c.s.met(c)
 	c.s.mu.Unlock()
 	return c.answerJSON(kvwire.HelloAnswer{Node: c.s.cfg.Node, Server: c.s.cfg.Server, Socket: socket})
 }

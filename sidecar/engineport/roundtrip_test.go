@@ -226,3 +226,41 @@ func TestLeaseIsHeldUntilEveryRankReleases(t *testing.T) {
 	assert.Equal(t, kvwire.ReleaseLive, release(t, workers[0], warm.Lease, false))
 	assert.EqualValues(t, 0, p.cache.Stats().Leases)
 }
+
+func TestSlotsOfChainsThatTheSchedulerDroppedAreUsedAgain(t *testing.T) {
+	t.Parallel()
+	p := newPort(t)
+	reg := registration("e")
+	reg.Role = kvwire.RoleScheduler
+	scheduler := attach(t, p.socket, reg)
+	reg.Role = kvwire.RoleWorker
+	worker := attach(t, p.socket, reg)
+	reserveAll := func(seed uint32) (uint64, []kvwire.Reservation) {
+		l := match(t, scheduler, kvwire.Match{Tokens: tokens(8*64, seed), Flags: kvwire.MatchPresence})
+		var pages []kvwire.PageRef
+		for i := range 8 {
+			pages = append(pages, kvwire.PageRef{Handle: l.Handle, Page: uint32(i)})
+		}
+		slots, err := worker.Reserve(within(t), pages, nil)
+		require.NoError(t, err)
+		return l.Handle, slots
+	}
+	handle, _ := reserveAll(1) // every slot of the inbox
+	_, refused := reserveAll(1000)
+	require.Equal(t, kvwire.Reservation{Status: kvwire.StoreRefused, Reason: kvwire.ReasonOverBudget}, refused[0])
+	require.NoError(t, scheduler.Drop(within(t), handle))
+	_, slots := reserveAll(2000)
+	for _, s := range slots {
+		require.Equal(t, kvwire.StoreSlot, s.Status)
+	}
+}
+
+func TestHandlesDoNotComeBackWithARestart(t *testing.T) {
+	t.Parallel()
+	var handles []uint64
+	for range 2 {
+		c := attach(t, newPort(t).socket, registration("e"))
+		handles = append(handles, match(t, c, kvwire.Match{Tokens: tokens(64, 1)}).Handle)
+	}
+	require.NotEqual(t, handles[0], handles[1])
+}

@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -20,8 +22,11 @@ import (
 
 // Limits on what engines may ask for.
 const (
-	// MaxConnections is the most connections at a time.
-	MaxConnections = 1024
+	// MaxConnections is the most connections at a time, MaxPortConnections the
+	// most of them on the localhost port: whoever can reach that must not keep
+	// engines from the socket.
+	MaxConnections     = 1024
+	MaxPortConnections = MaxConnections / 2
 	// MaxHandles is the most chains that one engine may keep.
 	MaxHandles = 8192
 	// MaxLeases is the most live leases that one engine may hold.
@@ -34,6 +39,10 @@ const (
 	DefaultLease = 10 * time.Second
 
 	greetTimeout = 10 * time.Second
+	bodyTimeout  = 30 * time.Second // for the rest of a frame
+	// maxStrangers is how many connections may not have said hello. Beyond it
+	// the oldest makes room: whoever means it says hello at once.
+	maxStrangers = 64
 )
 
 // Config is what an engine port needs. Fields without a default are required.
@@ -62,6 +71,8 @@ type Config struct {
 	WriteTimeout time.Duration
 	Metrics      *metrics.Set
 	Log          zerolog.Logger
+
+	greetTimeout, bodyTimeout time.Duration // shorter in tests
 }
 
 // Server is the engine port.
@@ -69,11 +80,17 @@ type Server struct {
 	cfg      Config
 	auth     *kvwire.Authenticator
 	count    *counters
+	strange  zerolog.Logger // for what any user can cause: some lines a minute
 	draining atomic.Bool
 	busy     atomic.Int64 // requests under way
 	slots    atomic.Int64 // reserved inbox slots
 	lastID   atomic.Uint64
 	pace     pace
+	memory   budget // for chains and leases
+	bodies   budget // for the bodies of large requests
+	// receiving is the slots of the arena that wait for an inline write.
+	receiving budget
+	connected atomic.Int64 // len(conns)
 
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
@@ -84,6 +101,8 @@ type Server struct {
 	socket    string
 	listeners []net.Listener
 	conns     map[*conn]struct{}
+	port      int     // of them, those on the localhost port
+	strangers []*conn // of those, the ones that have not said hello, oldest first
 	engines   map[engineKey]*engine
 	inboxLeft int64
 	spaces    map[*cache.Space]*spaceState
@@ -103,6 +122,12 @@ func New(cfg Config) (*Server, error) {
 	if cfg.WriteTimeout == 0 {
 		cfg.WriteTimeout = 10 * time.Second
 	}
+	if cfg.greetTimeout == 0 {
+		cfg.greetTimeout = greetTimeout
+	}
+	if cfg.bodyTimeout == 0 {
+		cfg.bodyTimeout = bodyTimeout
+	}
 	switch {
 	case cfg.Cache == nil:
 		return nil, errors.New("cannot make an engine port: Cache is nil")
@@ -121,9 +146,14 @@ func New(cfg Config) (*Server, error) {
 		conns: make(map[*conn]struct{}), engines: make(map[engineKey]*engine),
 		inboxLeft: cfg.InboxBytes, spaces: make(map[*cache.Space]*spaceState),
 	}
+	s.strange = cfg.Log.Sample(&zerolog.BurstSampler{Burst: 10, Period: time.Minute})
+	// Handles of another life of the sidecar must not name chains of this one.
+	s.lastID.Store(rand.Uint64() >> 2)
+	s.memory.most, s.bodies.most, s.receiving.most = MaxMemory, maxBodies, cfg.Cache.Arena().Size()/4
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	cfg.Metrics.NewGauge("membrane_engine_connections", func() float64 { return float64(s.Status().Connections) })
 	cfg.Metrics.NewGauge("membrane_engine_engines", func() float64 { return float64(len(s.Status().Engines)) })
+	cfg.Metrics.NewGauge("membrane_engine_kept_bytes", func() float64 { return float64(s.memory.used.Load()) })
 	return s, nil
 }
 
@@ -172,35 +202,81 @@ func (s *Server) accept(l net.Listener) {
 // admit starts the goroutine of a new connection, unless its user may not
 // connect.
 func (s *Server) admit(nc net.Conn) {
-	c := &conn{s: s, id: cache.ClientID(s.lastID.Add(1)), nc: nc, r: bufio.NewReaderSize(nc, 64<<10)}
+	buffer := 64 << 10
+	if _, port := nc.(*net.TCPConn); port { // anybody's
+		buffer = 16 << 10
+	}
+	c := &conn{s: s, id: cache.ClientID(s.lastID.Add(1)), nc: nc, r: bufio.NewReaderSize(nc, buffer)}
 	c.identity = auth.Identity{Tenant: s.cfg.Tenant, Scopes: auth.ScopeEngine}
 	if u, ok := nc.(*net.UnixConn); ok {
 		uid, err := peerUID(u)
 		if err != nil || !s.mayConnect(uid) {
 			s.count.refusedID.Inc()
-			s.cfg.Log.Warn().Err(err).Uint32("uid", uid).Msg("refused a connection to the engine socket: its user is not in --engine-uids")
+			s.strange.Warn().Err(err).Uint32("uid", uid).Msg("refused a connection to the engine socket: its user is not in --engine-uids")
 			_ = nc.Close()
 			return
 		}
 		c.unix, c.greeted = u, true
 	}
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	switch {
-	case s.closed:
-		_ = nc.Close()
-	case len(s.conns) >= MaxConnections:
-		s.count.refuse(errBusy)
-		_ = nc.SetWriteDeadline(time.Now().Add(time.Second))
-		_, _ = nc.Write(errorFrame(nil, 0, errBusy))
-		_ = nc.Close()
-	default:
+	full := len(s.conns) >= MaxConnections || c.unix == nil && s.port >= MaxPortConnections
+	var oldest *conn
+	if !s.closed && !full {
+		if !c.greeted {
+			if len(s.strangers) >= maxStrangers {
+				oldest = s.strangers[0]
+				s.strangers = slices.Delete(s.strangers, 0, 1)
+			}
+			s.strangers = append(s.strangers, c)
+		}
+		if c.unix == nil {
+			s.port++
+		}
 		s.conns[c] = struct{}{}
+		s.connected.Store(int64(len(s.conns)))
 		s.wg.Go(c.run)
+	}
+	closed := s.closed
+	s.mu.Unlock()
+	switch {
+	case closed:
+		_ = nc.Close()
+	case full:
+		s.turnAway(nc, errBusy)
+	case oldest != nil:
+		s.turnAway(oldest.nc, errStranger)
 	}
 }
 
-var errBusy = kvwire.Errorf(kvwire.CodeBusy, "", "%d engine connections are open, which is the most", MaxConnections)
+// turnAway ends a connection with an error that fits any socket's buffer.
+func (s *Server) turnAway(nc net.Conn, why *kvwire.Error) {
+	s.count.refuse(why)
+	_ = nc.SetWriteDeadline(time.Now().Add(time.Second))
+	_, _ = nc.Write(errorFrame(nil, 0, why))
+	_ = nc.Close()
+}
+
+var (
+	errBusy     = kvwire.Errorf(kvwire.CodeBusy, "", "%d engine connections are open, or %d on the localhost port, which is the most", MaxConnections, MaxPortConnections)
+	errStranger = kvwire.Errorf(kvwire.CodeBusy, "", "%d newer connections have not said hello either, which is the most", maxStrangers)
+)
+
+// met takes a connection out of the strangers. It needs s.mu.
+func (s *Server) met(c *conn) {
+	if i := slices.Index(s.strangers, c); i >= 0 {
+		s.strangers = slices.Delete(s.strangers, i, i+1)
+	}
+}
+
+// forget takes a connection out of all lists. It needs s.mu.
+func (s *Server) forget(c *conn) {
+	s.met(c)
+	if _, known := s.conns[c]; known && c.unix == nil {
+		s.port--
+	}
+	delete(s.conns, c)
+	s.connected.Store(int64(len(s.conns)))
+}
 
 // Drain refuses new matches, leases and stores from now on. What is under way
 // goes on: see InFlight.

@@ -3,7 +3,6 @@ package engineport
 import (
 	"fmt"
 	"io"
-	"time"
 
 	"membrane/cache"
 	"membrane/kvwire"
@@ -86,11 +85,30 @@ func (c *conn) reserve(r ref, epoch uint64) kvwire.Reservation {
 	}
 	before := len(c.inbox.reserved)
 	slot, ok := c.inbox.reserve(r.pageRef, epoch)
+	if !ok && c.sweepInbox() {
+		slot, ok = c.inbox.reserve(r.pageRef, epoch)
+	}
 	c.s.slots.Add(int64(len(c.inbox.reserved) - before))
 	if !ok {
 		return refused(kvwire.ReasonOverBudget)
 	}
 	return kvwire.Reservation{Status: kvwire.StoreSlot, Slot: slot}
+}
+
+// sweepInbox gives back the slots that are reserved for chains which another
+// connection of the engine has dropped, and reports whether there were any.
+func (c *conn) sweepInbox() bool {
+	e := c.eng
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	swept := false
+	for slot, r := range c.inbox.reserved {
+		if e.chains[r.handle] == nil {
+			c.inbox.release(slot)
+			swept = true
+		}
+	}
+	return swept
 }
 
 func (c *conn) handleCommit(body []byte) error {
@@ -159,24 +177,23 @@ func (c *conn) stored(res cache.PutResult) kvwire.Committed {
 	return kvwire.Committed{Status: kvwire.StoreRefused, Reason: res.Reason}
 }
 
-// bodyTimeout is the longest that an object may take to arrive once its frame
-// has begun: until then it holds a slot of the arena.
-const bodyTimeout = 30 * time.Second
-
 // handleWrite receives a page straight into the arena. Whatever is wrong with
 // it, its bytes are read, so that the next frame is found.
 func (c *conn) handleWrite(h kvwire.Header) error {
 	if h.Length < kvwire.WriteHeaderSize {
 		return closing{kvwire.Errorf(kvwire.CodeBadFrame, "length", "a write frame of %d bytes has no header", h.Length)}
 	}
-	_ = c.nc.SetReadDeadline(time.Now().Add(bodyTimeout))
-	defer func() { _ = c.nc.SetReadDeadline(noDeadline) }()
+	c.hurry(int(h.Length))
+	defer c.relax()
 	var b [kvwire.WriteHeaderSize]byte
 	if _, err := io.ReadFull(c.r, b[:]); err != nil {
 		return closing{err}
 	}
 	length := int64(h.Length) - kvwire.WriteHeaderSize
 	slot, answer, err := c.openWrite(b[:], length)
+	if slot != nil {
+		defer c.s.receiving.give(length)
+	}
 	if slot == nil {
 		if _, e := io.CopyN(io.Discard, c.r, length); e != nil {
 			return closing{e}
@@ -224,7 +241,15 @@ func (c *conn) openWrite(header []byte, length int64) (*cache.Slot, cache.PutRes
 	if length != c.object {
 		return fail(kvwire.Errorf(kvwire.CodeBadField, "length", "an object of %d bytes instead of %d", length, c.object))
 	}
-	return c.eng.space.Reserve(c.shard, c.eng.form, r.hash, length)
+	// What is being received cannot be evicted, and its engine may be slow.
+	if !c.s.receiving.takeFirst(length) {
+		return nil, cache.PutResult{Reason: kvwire.ReasonOverBudget}, nil
+	}
+	slot, answer, err := c.eng.space.Reserve(c.shard, c.eng.form, r.hash, length)
+	if slot == nil {
+		c.s.receiving.give(length)
+	}
+	return slot, answer, err
 }
 
 // handleReset drops the namespace's pages. Stores that were reserved before

@@ -26,9 +26,10 @@ const (
 	MaxModelID = 256
 	// MaxInventory is the most fragments in one answer of an inventory.
 	MaxInventory = 100000
-	// MaxSpaces is how many pairs of tenant and model id may be used in the life
-	// of the process: the cache never forgets one, and callers invent ids.
-	MaxSpaces = 4096
+	// MaxModels is how many model ids a tenant may use in the life of the
+	// process: the cache never forgets one, and callers invent ids. It leaves
+	// as many to the tenant's engines.
+	MaxModels = cache.MaxTenantSpaces / 2
 	// MaxWaiting is how many prompts may wait for the embedded engine.
 	MaxWaiting = 64
 
@@ -65,6 +66,7 @@ type Service struct {
 
 	mu     sync.Mutex
 	spaces map[spaceID]*cache.Space
+	used   map[string]int // spaces of each tenant
 
 	computed, loaded, fetched *metrics.Counter // tokens
 	seconds                   *metrics.PrometheusHistogram
@@ -81,7 +83,7 @@ func New(cfg Config) (*Service, error) {
 	if cfg.ComputeTimeout == 0 {
 		cfg.ComputeTimeout = defaultComputeTimeout
 	}
-	s := &Service{cfg: cfg, engine: make(chan struct{}, 1), queue: make(chan struct{}, MaxWaiting+1), spaces: make(map[spaceID]*cache.Space)}
+	s := &Service{cfg: cfg, engine: make(chan struct{}, 1), queue: make(chan struct{}, MaxWaiting+1), spaces: make(map[spaceID]*cache.Space), used: make(map[string]int)}
 	s.index = newIndex(func(id pageID) bool {
 		space := s.opened(id.key.Tenant, id.key.Namespace)
 		return space != nil && space.Has(id.form, id.key.Hash)
@@ -111,12 +113,13 @@ func (s *Service) space(tenant string, ns kvwire.Namespace) (*cache.Space, error
 	if have := s.spaces[id]; have != nil {
 		return have, nil
 	}
-	if len(s.spaces) >= MaxSpaces {
-		return nil, fmt.Errorf("%d pairs of tenant and model are in use, which is the most", MaxSpaces)
+	if s.used[tenant] >= MaxModels {
+		return nil, fmt.Errorf("tenant %q has used %d models, which is the most until the sidecar starts anew", tenant, MaxModels)
 	}
 	made, err := s.cfg.Cache.Space(tenant, ns)
 	if err == nil {
 		s.spaces[id] = made
+		s.used[tenant]++
 	}
 	return made, err
 }

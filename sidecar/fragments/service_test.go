@@ -341,12 +341,16 @@ func TestBusyEngineIsAnError(t *testing.T) {
 func TestModelIDsAreBounded(t *testing.T) {
 	t.Parallel()
 	s, _ := newService(t, 4<<20, nil)
-	for i := range MaxSpaces {
-		_, err := s.space(fmt.Sprint(i), kvwire.Namespace{})
+	for i := range MaxModels {
+		_, err := s.space("public", kvwire.Namespace{byte(i), byte(i >> 8)})
 		require.NoError(t, err)
 	}
 	_, err := s.Prefill(ctx(t), "public", upTo(1), "m")
 	assert.Equal(t, kvwire.CodeBusy, kvwire.CodeOf(err))
+	_, err = s.Prefill(ctx(t), "acme", upTo(1), "m") // another tenant is not concerned
+	require.NoError(t, err)
+	_, err = s.cfg.Cache.Space("public", kvwire.Namespace{1, 2, 3}) // nor are engines
+	require.NoError(t, err)
 	for i := range 2 * maxModels {
 		_, err := s.models.get(fmt.Sprint(i))
 		require.NoError(t, err)

@@ -2,18 +2,13 @@ package httpapi
 
 import (
 	"bytes"
-	"encoding/json"
-	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/valyala/fasthttp"
 
-	"membrane/kvwire"
 	"membrane/sidecar/auth"
 	"membrane/sidecar/fragments"
 )
@@ -44,7 +39,7 @@ func (s *Server) prefill(c *fasthttp.RequestCtx, who auth.Identity) {
 		return
 	}
 	var r prefillRequest
-	if !decode(c, &r) || !required(c, "prompt_tokens", r.Tokens != nil) {
+	if !s.decode(c, &r) || !required(c, "prompt_tokens", r.Tokens != nil) {
 		return
 	}
 	fs, err := s.cfg.Fragments.Prefill(s.ctx, who.Tenant, *r.Tokens, or(r.Model, defaultModel))
@@ -68,7 +63,7 @@ type reconstructRequest struct {
 
 func (s *Server) reconstruct(c *fasthttp.RequestCtx, who auth.Identity) {
 	var r reconstructRequest
-	if !decode(c, &r) || !required(c, "tokens", r.Tokens != nil) {
+	if !s.decode(c, &r) || !required(c, "tokens", r.Tokens != nil) {
 		return
 	}
 	if r.Prefill {
@@ -119,6 +114,8 @@ func (s *Server) inventory(c *fasthttp.RequestCtx, who auth.Identity) {
 	if limit == 0 {
 		limit = fragments.MaxInventory
 	}
+	s.heavy <- struct{}{}
+	defer func() { <-s.heavy }()
 	list, next := s.cfg.Fragments.Inventory(who.Tenant, string(c.QueryArgs().Peek("after")), limit)
 	a := inventoryAnswer{NodeID: s.cfg.NodeID, Digest: make(map[string]int, len(list)), Next: next}
 	for _, f := range list {
@@ -171,30 +168,4 @@ func or(v *string, otherwise string) string {
 		return otherwise
 	}
 	return *v
-}
-
-// decode reads a JSON object from the body. What is no JSON is a 400; what is
-// JSON of another shape is a 422.
-func decode(c *fasthttp.RequestCtx, v any) bool {
-	d := json.NewDecoder(bytes.NewReader(c.PostBody()))
-	d.DisallowUnknownFields()
-	err := d.Decode(v)
-	if err == nil {
-		if _, err := d.Token(); !errors.Is(err, io.EOF) {
-			fail(c, http.StatusBadRequest, "bad_request", "body", "something follows the JSON object")
-			return false
-		}
-		return true
-	}
-	var wrong *json.UnmarshalTypeError
-	switch field, unknown := strings.CutPrefix(err.Error(), "json: unknown field "); {
-	case errors.As(err, &wrong):
-		fail(c, http.StatusUnprocessableEntity, kvwire.CodeBadField.String(), wrong.Field, fmt.Sprintf("a %s is not allowed here", wrong.Value))
-	case unknown:
-		name, _ := strconv.Unquote(field)
-		fail(c, http.StatusUnprocessableEntity, kvwire.CodeBadField.String(), clip(name), "is not a field of this request")
-	default:
-		fail(c, http.StatusBadRequest, "bad_request", "body", "the body is not JSON: "+err.Error())
-	}
-	return false
 }

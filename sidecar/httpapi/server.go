@@ -16,20 +16,18 @@ import (
 	"github.com/fasthttp/router"
 	"github.com/rs/zerolog"
 	"github.com/valyala/fasthttp"
+	"golang.org/x/sync/semaphore"
 
 	"membrane/sidecar/auth"
 	"membrane/sidecar/fragments"
 )
 
 const (
-	// MaxBody is the longest body of a request, in bytes: the longest prompt
-	// in decimal, with room for spaces.
-	MaxBody = 4 << 20
-
 	readTimeout    = 30 * time.Second
 	writeTimeout   = 30 * time.Second
 	idleTimeout    = time.Minute
-	maxConnections = 4096
+	maxConnections = 1024
+	maxFromOne     = maxConnections / 2 // of them from one address
 )
 
 // Peer is a node as /peers shows it.
@@ -81,7 +79,9 @@ type Server struct {
 	router   *router.Router
 	draining atomic.Bool
 	inFlight atomic.Int64
-	ctx      context.Context // ends when the server must stop at once
+	bodies   *semaphore.Weighted // bytes
+	heavy    chan struct{}       // a token for each that has much to hold or to do
+	ctx      context.Context     // ends when the server must stop at once
 	cancel   context.CancelFunc
 	wg       sync.WaitGroup
 
@@ -94,13 +94,16 @@ func New(cfg Config) (*Server, error) {
 	if cfg.Fragments == nil || cfg.Peers == nil || cfg.Status == nil || cfg.Summary == nil || cfg.MeshAddress == nil || cfg.Metrics == nil || cfg.WriteMetrics == nil {
 		return nil, errors.New("cannot make the HTTP listener: a field of its configuration is nil")
 	}
-	s := &Server{cfg: cfg, router: router.New()}
+	s := &Server{cfg: cfg, router: router.New(), bodies: semaphore.NewWeighted(maxBodies), heavy: make(chan struct{}, maxHeavy)}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.routes()
 	s.http = &fasthttp.Server{
 		Name: "membrane", Handler: s.Handler, ErrorHandler: s.badRequest,
 		ReadTimeout: readTimeout, WriteTimeout: writeTimeout, IdleTimeout: idleTimeout,
-		MaxRequestBodySize: MaxBody, Concurrency: maxConnections, CloseOnShutdown: true,
+		// The body is read by those handlers that want one, after the key was
+		// checked: fasthttp would make room for what a header announces.
+		StreamRequestBody: true, MaxRequestBodySize: MaxBody, DisablePreParseMultipartForm: true,
+		Concurrency: maxConnections, MaxConnsPerIP: maxFromOne, CloseOnShutdown: true,
 		Logger: quiet{cfg.Log}, NoDefaultServerHeader: true,
 	}
 	cfg.Metrics.NewGauge("membrane_requests_in_flight", func() float64 { return float64(s.inFlight.Load()) })
@@ -177,8 +180,6 @@ func (s *Server) badRequest(c *fasthttp.RequestCtx, err error) {
 	var timeout net.Error
 	var small *fasthttp.ErrSmallBuffer
 	switch {
-	case errors.Is(err, fasthttp.ErrBodyTooLarge):
-		fail(c, http.StatusRequestEntityTooLarge, "too_large", "body", fmt.Sprintf("a body has at most %d bytes", MaxBody))
 	case errors.As(err, &small):
 		fail(c, http.StatusRequestHeaderFieldsTooLarge, "too_large", "headers", "the headers have too many bytes")
 	case errors.As(err, &timeout) && timeout.Timeout():

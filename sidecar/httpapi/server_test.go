@@ -215,7 +215,7 @@ func TestBodyOverTheLimit(t *testing.T) {
 	conn, err := net.Dial("tcp", strings.TrimPrefix(a.url, "http://"))
 	require.NoError(t, err)
 	defer func() { _ = conn.Close() }()
-	_, err = fmt.Fprintf(conn, "POST /reconstruct HTTP/1.1\r\nHost: n1\r\nContent-Length: %d\r\n\r\n", MaxBody+1)
+	_, err = fmt.Fprintf(conn, "POST /reconstruct HTTP/1.1\r\nHost: n1\r\nContent-Length: %d\r\n\r\n%s", MaxBody+1, strings.Repeat(" ", 8<<10))
 	require.NoError(t, err)
 	res, err := http.ReadResponse(bufio.NewReader(conn), nil)
 	require.NoError(t, err)

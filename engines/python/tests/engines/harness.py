@@ -391,12 +391,12 @@ class Proxy:
     """Forwards a TCP port and spoils what comes back, as told by its attributes.
 
     `flip_at`: which byte of what the server sends on each connection gets a bit
-    flipped, or -1. `rate`: bytes a second back, or 0 for all. `moved`: bytes sent back.
+    flipped, or -1. `hold_at`: what `moved`, the bytes sent back, does not pass, or -1.
     """
 
     def __init__(self, host: str, port: int, target: tuple[str, int]) -> None:
         self.flip_at = -1
-        self.rate = 0
+        self.hold_at = -1
         self.moved = 0
         self.flipped = 0
         self._target = target
@@ -430,11 +430,11 @@ class Proxy:
     def _down(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(16384)):
+                while 0 <= self.hold_at < self.moved + len(data) and source in self._open:
+                    self._closing.wait(0.005)
                 self._spoil(data)
                 sink.sendall(data)
                 self.moved += len(data)
-                if self.rate:
-                    self._closing.wait(len(data) / self.rate)
         self._end(source, sink)
 
     def _spoil(self, data: bytearray) -> None:

@@ -114,9 +114,7 @@ def test_pages_cross_from_a_to_b(cluster: Cluster) -> None:
     same(got, want)
     if got.cached != PAGES * PAGE:
         quiet(b)
-        pytest.fail(
-            f"{got.cached} tokens were cached after {got.seconds:.2f} s; misses: {before} then {misses(b)}"
-        )
+        pytest.fail(f"{got.cached} cached; misses: {before}, then {misses(b)}")
     counted(b, "worker", "loads", loads)
     assert b.count("worker", "loaded_bytes") - size == PAGES * page_bytes(b)
     assert b.sums("worker", "loaded")[-PAGES:] == written
@@ -299,21 +297,23 @@ def test_holder_killed_in_the_middle_of_a_fill(cluster: Cluster) -> None:
     quiet(cluster.engine_b)
     before = misses(cluster.engine_b)
     moved = cluster.link.moved
-    cluster.link.rate = 20 * size  # pages take 50 ms each: the fill would take 750 ms
+    cluster.link.hold_at = moved + 4 * size
 
     def kill_in_the_middle() -> None:
-        eventually(lambda: cluster.link.moved > moved + size, "the fill")
+        eventually(lambda: cluster.link.moved > moved + 3 * size, "the fill")
         cluster.a.kill()
+        # What the kernel has buffered for a dead process would still arrive.
+        cluster.link.disconnect()
 
     try:
         got = during(cluster, ids, kill_in_the_middle)
     finally:
-        cluster.link.rate = 0
+        cluster.link.hold_at = -1
         cluster.a.kill()
         cluster.a.start()
     for g, w in zip(got, want, strict=True):
         same(g, w)
-    assert got[0].cached < PAGES * PAGE
+    assert got[0].cached < 4 * PAGE
     quiet(cluster.engine_b)
     assert sum(misses(cluster.engine_b).values()) == sum(before.values()) + 1
     eventually(lambda: cluster.b.knows(cluster.a), "that the sidecars meet again", 60)
