@@ -47,7 +47,8 @@ ended() { # ended PASS|FAIL TEST LOG
 }
 
 # The tests of a package with all guards on, in one run.
-for package in $(awk '{ print $3 }' <<<"$rows" | sort -u); do
+mapfile -t packages < <(awk '{ print $3 }' <<<"$rows" | sort -u)
+for package in "${packages[@]}"; do
 	log=$out/on-${package//[.\/]/_}
 	names=$(awk -v p="$package" '$3 == p { print $4 }' <<<"$rows" | sort -u | paste -sd '|')
 	if ! "${build[@]}" -o "$log.test" "$package" >"$log" 2>&1; then
