@@ -2,6 +2,7 @@ package engineport
 
 import (
 	"context"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -71,9 +72,9 @@ func TestMatchAnswersByItsDeadline(t *testing.T) {
 // counts it, also where a peer gives no reason.
 func TestEveryMissHasAReason(t *testing.T) {
 	t.Parallel()
-	var peerSays kvwire.Reason
+	var peerSays atomic.Uint32
 	p := newPort(t, func(c *Config) {
-		c.Fill = fillFunc(func(context.Context, FillRequest) (int, kvwire.Reason) { return 0, peerSays })
+		c.Fill = fillFunc(func(context.Context, FillRequest) (int, kvwire.Reason) { return 0, kvwire.Reason(peerSays.Load()) })
 	})
 	c := attach(t, p.socket, registration("e"))
 	missed := func(want kvwire.Reason, m kvwire.Match) {
@@ -93,10 +94,10 @@ func TestEveryMissHasAReason(t *testing.T) {
 		kvwire.ReasonPeer: kvwire.ReasonPeer, kvwire.ReasonDeadline: kvwire.ReasonDeadline,
 		kvwire.ReasonCorrupt: kvwire.ReasonCorrupt,
 	} {
-		peerSays = says
+		peerSays.Store(uint32(says))
 		missed(want, prompt)
 	}
-	peerSays = kvwire.ReasonPeer
+	peerSays.Store(uint32(kvwire.ReasonPeer))
 	missed(kvwire.ReasonAbsent, kvwire.Match{Tokens: prompt.Tokens, Flags: kvwire.MatchLocal})
 	missed(kvwire.ReasonAbsent, kvwire.Match{Tokens: prompt.Tokens, Flags: kvwire.MatchPresence})
 	store(t, c, match(t, c, prompt).Handle, 2)
