@@ -35,20 +35,22 @@ demo: build ## See KV computed by one engine served to another, on this machine
 	bin/membrane demo
 
 .PHONY: test
-test: test-go test-exact test-python ## Run every test that needs no engine
+test: test-race test-plain test-python ## Run every test that needs no engine
 
-.PHONY: test-go
-test-go: build ## Run the Go tests with the race detector; write coverage.out
+# What every run of the Go tests has in common.
+GOTEST = MEMBRANE_BIN='$(CURDIR)/bin/membrane' GOFLAGS=-buildvcs=false \
+	$$($(STATIC) $(TOOL) -n gotestsum) --format pkgname --format-hide-empty-pkg -- -shuffle=on -timeout 10m
+
+.PHONY: test-race
+test-race: build ## Run the Go tests with the race detector
 	$(if $(RACE),,@echo 'no C compiler ($(CC)): testing without the race detector' >&2)
-	MEMBRANE_BIN='$(CURDIR)/bin/membrane' GOFLAGS=-buildvcs=false \
-	$$($(STATIC) $(TOOL) -n gotestsum) --format pkgname --format-hide-empty-pkg -- \
-		$(RACE) -shuffle=on -timeout 10m -coverpkg=./... -coverprofile=coverage.out ./...
+	$(GOTEST) $(RACE) ./...
 
 # Tests that count allocations, heap or hits mean nothing under the race
-# detector, and skip themselves there.
-.PHONY: test-exact
-test-exact: build ## Run the Go tests that the race detector would distort
-	MEMBRANE_BIN='$(CURDIR)/bin/membrane' GOFLAGS=-buildvcs=false go test -timeout 10m ./cache/ ./engines/llama/ ./kvwire/ ./mesh/ ./sidecar/...
+# detector and skip themselves there; coverage is too slow beside it.
+.PHONY: test-plain
+test-plain: build ## Run the Go tests without it; write coverage.out
+	$(GOTEST) -coverpkg=./... -coverprofile=coverage.out ./...
 
 .PHONY: test-invariants
 test-invariants: ## Switch off each guard of an invariant and see its test fail
@@ -116,7 +118,7 @@ cover: coverage.out ## Print coverage; fail below tools/coverage-floors.txt
 	@awk -f tools/cover.awk tools/coverage-floors.txt coverage.out
 
 coverage.out:
-	$(MAKE) test-go
+	$(MAKE) test-plain
 
 .PHONY: vuln
 vuln: ## Look for known vulnerabilities (reads the Go vulnerability database)

@@ -16,7 +16,7 @@ func realBinary(t *testing.T) string {
 	t.Helper()
 	binary := os.Getenv("MEMBRANE_BIN")
 	if binary == "" {
-		t.Skip("MEMBRANE_BIN is not set: make test-go sets it")
+		t.Skip("MEMBRANE_BIN is not set: make test sets it")
 	}
 	return binary
 }

@@ -72,7 +72,7 @@ func newAPI(t *testing.T, keys *auth.Keys, change ...func(*Config)) *api {
 	return &api{s, "http://" + l.Addr().String(), set}
 }
 
-var client = &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 20 * time.Second}
+var client = &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 2 * time.Minute}
 
 type reply struct {
 	code   int
