@@ -24,7 +24,7 @@ PYTHON_DIR := engines/python
 
 .PHONY: help
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: build
 build: ## Build bin/membrane, one static binary
@@ -51,6 +51,10 @@ test-race: build ## Run the Go tests with the race detector
 .PHONY: test-plain
 test-plain: build ## Run the Go tests without it; write coverage.out
 	$(GOTEST) -coverpkg=./... -coverprofile=coverage.out ./...
+
+.PHONY: test-invariants
+test-invariants: ## Switch off each guard of an invariant and see its test fail
+	tools/invariants.sh
 
 .PHONY: test-python
 test-python: pytools ## Run the Python unit tests of engines/python

@@ -50,8 +50,7 @@ func newArena(size int64) (*Arena, error) {
 		unix.Close(fd)
 		return nil, fmt.Errorf("cannot map arena of %d bytes: %w", size, err)
 	}
-	const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_FUTURE_WRITE | unix.F_SEAL_SEAL
-	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, arenaSeals()); err != nil {
 		_ = unix.Munmap(a.mem)
 		unix.Close(fd)
 		return nil, fmt.Errorf("cannot seal arena: %w", err)

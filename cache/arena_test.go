@@ -3,7 +3,6 @@ package cache
 import (
 	"errors"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -52,9 +51,11 @@ func TestArenaSize(t *testing.T) {
 	assert.ErrorContains(t, err, "size 1048575")
 }
 
+// Invariant 4: the arena's memory is all there, charged to us, before a store
+// needs it.
 func TestArenaIsFaultedIn(t *testing.T) {
 	a := arena(t, 3*prefaultPiece+pageSize)
-	require.Eventually(t, func() bool { return a.Prefaulted() == a.Size() }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return a.Prefaulted() == a.Size() }, settleTime, settleStep)
 	require.NoError(t, a.PrefaultErr())
 	in := make([]byte, a.Size()/pageSize)
 	_, err := mincore(a.mem, in)

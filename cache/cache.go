@@ -94,8 +94,11 @@ func newCache(cfg Config, newPolicy policyMaker) (*Cache, error) {
 		arena.close(true)
 		return nil, fmt.Errorf("cannot make cache policy: %w", err)
 	}
-	if c.policy.windowOnly() {
+	switch {
+	case c.policy.windowOnly():
 		c.windowGoal = cfg.Budget - c.reserve
+	case !guard.window():
+		c.windowGoal = 0
 	}
 	c.leases.init()
 	c.touches.init()

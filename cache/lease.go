@@ -200,7 +200,7 @@ func (c *Cache) Release(id uint64, holder int, verify bool) (ReleaseResult, erro
 	l.released.set(holder)
 	res.State = ReleaseLive
 	l.busy++
-	if verify && c.enter() {
+	if guard.releaseSum() && verify && c.enter() {
 		if bad := c.verifyLease(l); bad >= 0 {
 			res.State, res.BadPage = ReleaseCorrupt, bad/l.shards
 			c.condemn(l.pages[res.BadPage], l.form, bad%l.shards)

@@ -159,7 +159,7 @@ func (c *Cache) carryOut(v verdict) {
 	}
 	p := v.page
 	c.policyBytes -= p.bytes
-	if mayFree(p) {
+	if mayEvict(p) {
 		c.forget(p, v.why)
 		return
 	}

@@ -71,10 +71,10 @@ func TestVictimsInUseAreSpared(t *testing.T) {
 	}
 	settled(t, c)
 	for i := range 3 {
-		assert.True(t, s.Has(formA, hash(i)))
+		require.True(t, s.Has(formA, hash(i)))
 	}
 	for i, at := range locs {
-		assert.Equal(t, content(i, kib64), c.Arena().Bytes(at.Offset, at.Length))
+		require.Equal(t, content(i, kib64), c.Arena().Bytes(at.Offset, at.Length))
 	}
 	assert.NotZero(t, c.Stats().Reprieves)
 	balanced(t, c)

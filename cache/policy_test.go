@@ -192,3 +192,32 @@ func TestPopularPagesSurviveScans(t *testing.T) {
 	t.Logf("hit ratio %.3f, first-in first-out %.3f, best in hindsight %.3f", got, fifo, bestHits(trace, pages))
 	assert.Greater(t, got, fifo*1.15)
 }
+
+// Invariant 3: a new page is in the window, which admission does not see, and
+// so outlasts the next stores however popular the pages are that fill the cache.
+func TestNewPagesAreSafeFromAdmission(t *testing.T) {
+	const n, pages = 4 << 10, 512
+	c := open(t, Config{Budget: n * pages, ExpectedPages: pages})
+	s := space(t, c, "a")
+	for i := range 2 * pages {
+		put(t, s, i, n)
+	}
+	for range 20 {
+		for i := range 2 * pages {
+			s.Match(formA, hashes(i, i+1))
+		}
+		settled(t, c)
+	}
+	const fresh = pages / 10 // half of the window
+	for i := range fresh {
+		put(t, s, 10_000+i, n)
+		settled(t, c)
+	}
+	lost := 0
+	for i := range fresh {
+		if !s.Has(formA, hash(10_000+i)) {
+			lost++
+		}
+	}
+	assert.Zero(t, lost, "of %d new pages", fresh)
+}

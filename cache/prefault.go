@@ -15,6 +15,9 @@ const prefaultPiece = 4 << 20
 // store pays for first touch and so that memory is charged to this process.
 func (a *Arena) startPrefault() {
 	a.ahead.stop = make(chan struct{})
+	if !guard.prefault() {
+		return
+	}
 	a.ahead.wg.Add(1)
 	go func() {
 		defer a.ahead.wg.Done()

@@ -178,8 +178,10 @@ func (p *Prefix) Lease(most int) (Lease, []Location, kvwire.Reason) {
 	if p.fresh > 0 {
 		fresh = func(i int) bool { return l.pages[i/p.req.Shards].born > p.began }
 	}
-	bad, bytes := c.firstCorrupt(dst[base:], fresh)
-	p.checked = bytes
+	bad := -1
+	if guard.leaseSum() {
+		bad, p.checked = c.firstCorrupt(dst[base:], fresh)
+	}
 	if bad >= 0 {
 		why = kvwire.ReasonCorrupt
 		c.mu.Lock()

@@ -11,11 +11,11 @@ type quarantine struct {
 }
 
 func (q *quarantine) put(a *allocator, s slot) {
-	if s.size() > q.limit {
+	if guard.quarantineCap() && s.size() > q.limit {
 		a.release(s)
 		return
 	}
-	for len(q.slots) > 0 && q.bytes+s.size() > q.limit {
+	for guard.quarantineCap() && len(q.slots) > 0 && q.bytes+s.size() > q.limit {
 		q.bytes -= q.slots[0].size()
 		a.release(q.slots[0])
 		q.slots = q.slots[1:]

@@ -3,12 +3,15 @@ package cache
 import (
 	"fmt"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"membrane/kvwire"
 )
@@ -85,6 +88,36 @@ func TestPutThenReadBack(t *testing.T) {
 
 	_, why = space(t, c, "b").View(one, formA, hash(1), false)
 	assert.Equal(t, kvwire.ReasonAbsent, why, "another tenant has nothing")
+}
+
+// Invariants 1 and 6: the checksum is that of our copy, whatever the client
+// writes into its memory meanwhile.
+func TestChecksumIsOfOurOwnCopy(t *testing.T) {
+	const n = 1 << 20
+	c := open(t, Config{Budget: 64 << 20})
+	s := space(t, c, "a")
+	// Not Go memory: the race detector must not see what a client does.
+	src, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
+	require.NoError(t, err)
+	defer func() { assert.NoError(t, unix.Munmap(src)) }()
+	var stop atomic.Bool
+	var client sync.WaitGroup
+	defer client.Wait()
+	defer stop.Store(true)
+	client.Go(func() {
+		for i := 0; !stop.Load(); i++ {
+			src[i*4096%n]++
+		}
+	})
+	began := time.Now()
+	for i := 0; i < 16 || time.Since(began) < 200*time.Millisecond; i++ {
+		res, err := s.Put(one, formA, hash(i), src)
+		require.NoError(t, err)
+		require.True(t, res.Stored)
+		v, why := s.View(one, formA, hash(i), true)
+		require.Equal(t, kvwire.ReasonNone, why, "store %d", i)
+		v.Close()
+	}
 }
 
 // The first writer wins; the second store moves nothing and is counted.

@@ -290,7 +290,9 @@ func (c *Cache) forget(p *page, why kvwire.Reason) {
 			c.feed.put(change{page: p, form: f.form, kind: Removed, reason: why})
 		}
 	})
-	c.counters.evictions.add(why)
+	if guard.evictionCount() {
+		c.counters.evictions.add(why)
+	}
 	if mayFree(p) {
 		c.freeSlots(p)
 	}

@@ -87,7 +87,7 @@ func (c *Chain) AppendWire(tokens []byte) error {
 		return Errorf(CodeBadField, "tokens", "%d bytes are not a whole number of four-byte ids", len(tokens))
 	}
 	n := len(tokens) / tokenSize
-	if n > MaxTokens-c.tokens {
+	if tooMany(n, MaxTokens-c.tokens) {
 		return Errorf(CodeTooLarge, "tokens", "%d tokens are more than %d", c.tokens+n, MaxTokens)
 	}
 	c.tokens += n

@@ -363,7 +363,7 @@ func (c *Client) readPage(i int, into func(int, int64) []byte) error {
 	if p.Reason != ReasonNone {
 		return c.spoil(Errorf(CodeInternal, "page", "page %d was missed as %s", i, p.Reason))
 	}
-	if Sum(dst) != p.Sum {
+	if guard.readSum() && Sum(dst) != p.Sum {
 		return c.spoil(Errorf(CodeInternal, "checksum", "page %d does not match its checksum", i))
 	}
 	return nil
@@ -482,7 +482,7 @@ func (c *Client) begin(ctx context.Context, t Type) (int, error) {
 		return 0, err
 	}
 	deadline, ok := ctx.Deadline()
-	if !ok {
+	if !ok || !guard.callDeadline() {
 		deadline = time.Time{}
 	}
 	if err := c.conn.SetDeadline(deadline); err != nil {

@@ -1,6 +1,7 @@
 package kvwire
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"net"
@@ -11,6 +12,90 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
+
+// fakeSidecar answers hello and hands every further frame to serve; it returns
+// a client of it. The connection ends with the test.
+func fakeSidecar(t *testing.T, serve func(conn net.Conn, h Header)) *Client {
+	t.Helper()
+	l, err := net.Listen("unix", filepath.Join(t.TempDir(), "s.sock"))
+	require.NoError(t, err)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		conn, err := l.Accept()
+		if err != nil {
+			return
+		}
+		defer func() { _ = conn.Close() }()
+		for {
+			h, err := ReadHeader(conn)
+			if err != nil {
+				return
+			}
+			if _, err := ReadBody(conn, h, nil); err != nil {
+				return
+			}
+			if h.Type == TypeHello {
+				out, begin := BeginFrame(nil, TypeHello|AnswerBit, h.ID)
+				_, _ = conn.Write(EndFrame(append(out, "{}"...), begin))
+				continue
+			}
+			serve(conn, h)
+		}
+	}()
+	c, err := Dial(t.Context(), l.Addr().String(), ClientOptions{})
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		_ = c.conn.Close() // not Close, which waits for calls under way
+		_ = l.Close()
+		<-done
+	})
+	return c
+}
+
+// Invariant 2: a call ends at its deadline though nothing comes.
+func TestCallEndsAtItsDeadline(t *testing.T) {
+	t.Parallel()
+	c := fakeSidecar(t, func(net.Conn, Header) {})
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() {
+		_, err := c.Match(ctx, Match{}, nil)
+		ended <- err
+	}()
+	select {
+	case err := <-ended:
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+	case <-time.After(2 * time.Second):
+		t.Error("the call goes on after its deadline")
+	}
+}
+
+// Invariant 1: what is read inline counts only if it has its checksum.
+func TestReadRefusesWrongBytes(t *testing.T) {
+	t.Parallel()
+	object := []byte("what the holder sent")
+	for flip, want := range map[int]string{-1: "", 0: "checksum", len(object) - 1: "checksum"} {
+		c := fakeSidecar(t, func(conn net.Conn, h Header) {
+			sent := bytes.Clone(object)
+			if flip >= 0 {
+				sent[flip] ^= 1
+			}
+			out := AppendHeader(nil, Header{Type: TypePage, ID: h.ID, Length: uint32(PageHeaderSize + len(sent))})
+			out = AppendPageHeader(out, PageHeader{Shard: Shard{Count: 1}, Length: uint64(len(sent)), Sum: Sum(object)})
+			_, _ = conn.Write(append(out, sent...))
+		})
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		defer cancel()
+		err := c.Read(ctx, Read{Lease: 1, Pages: 1}, func(_ int, n int64) []byte { return make([]byte, n) })
+		if want == "" {
+			require.NoError(t, err)
+			continue
+		}
+		require.ErrorContains(t, err, want, "byte %d flipped", flip)
+	}
+}
 
 // A ping that waits for a stopped sidecar must not make a match late.
 func TestCallEndsAtItsDeadlineWhileAnotherWaits(t *testing.T) {

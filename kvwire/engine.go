@@ -152,7 +152,7 @@ func ParseMatchHead(b []byte, length int) (m Match, head int, err error) {
 	switch {
 	case d.short:
 		err = Errorf(CodeBadFrame, "match", "the message ends too early")
-	case n > MaxTokens:
+	case tooMany(int(n), MaxTokens):
 		err = Errorf(CodeTooLarge, "tokens", "%d tokens are more than %d", n, MaxTokens)
 	case m.Flags&^(MatchLocal|MatchPresence) != 0:
 		err = Errorf(CodeBadField, "flags", "%#04x has bits that are not defined", m.Flags)
@@ -285,7 +285,7 @@ func ParseExtend(body []byte) (Extend, error) {
 	d := decoder{b: body}
 	e := Extend{Handle: d.u64()}
 	n := d.u32()
-	if n > MaxTokens {
+	if tooMany(int(n), MaxTokens) {
 		return e, Errorf(CodeTooLarge, "tokens", "%d tokens are more than %d", n, MaxTokens)
 	}
 	e.Tokens = d.bytes(int(n) * tokenSize)

@@ -114,7 +114,7 @@ func ParseHeader(b []byte) (Header, error) {
 	if b[6] != 0 || b[7] != 0 {
 		return h, Errorf(CodeBadFrame, "flags", "%#02x%02x are not defined", b[7], b[6])
 	}
-	if limit := h.Type.limit(); h.Length > limit {
+	if limit := h.Type.limit(); guard.frameLimit() && h.Length > limit {
 		return h, Errorf(CodeTooLarge, "length", "a %s frame of %d bytes is above %d", h.Type, h.Length, limit)
 	}
 	return h, nil

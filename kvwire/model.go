@@ -71,6 +71,9 @@ func (m ModelFacts) Validate() error {
 // "false"), page_tokens and kv_epoch in this order, numbers in decimal, each
 // after its length in bytes as four-byte little-endian.
 func (m ModelFacts) Namespace(pageTokens int) Namespace {
+	if !guard.weights() {
+		m.WeightsID = ""
+	}
 	return Namespace(digestFields("membrane-namespace-v1",
 		m.WeightsID, m.DType, m.Quantization, m.Scales, m.RoPE,
 		strconv.Itoa(m.Layers), strconv.Itoa(m.KVHeads), strconv.Itoa(m.HeadSize),

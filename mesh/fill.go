@@ -56,6 +56,12 @@ func (m *Mesh) fill(ctx context.Context, req FillRequest) (int, kvwire.Reason) {
 		ctx, cancel = context.WithTimeout(ctx, m.cfg.FillTimeout)
 		defer cancel()
 	}
+	if !guard.fillDeadline() {
+		until, _ := ctx.Deadline()
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(context.WithoutCancel(ctx), until.Add(time.Second))
+		defer cancel()
+	}
 	c := &call{m: m, req: req, digests: make([]uint64, len(req.Hashes)), pulls: make(map[*pull]struct{}), strikes: make(map[string]int), probes: make(map[string]int)}
 	defer c.leave()
 	why := kvwire.ReasonAbsent

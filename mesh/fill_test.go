@@ -1,6 +1,7 @@
 package mesh
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"net"
@@ -247,6 +248,41 @@ func TestStoppedPeerEndsAtTheDeadline(t *testing.T) {
 		eventually(t, func() bool { return b.Stats().Pulling == 0 && b.cache.Stats().Held == 0 }, "something is left behind")
 		require.Equal(t, after <= 300, p.blamed(), name)
 		p.markUp()
+	}
+}
+
+// Invariant 2: whoever reads from a peer ends with its context, of whose end
+// nobody else tells the connection.
+func TestReadFromAPeerEndsWithItsContext(t *testing.T) {
+	t.Parallel()
+	for name, begin := range map[string]func() (context.Context, context.CancelFunc){
+		"deadline": func() (context.Context, context.CancelFunc) {
+			return context.WithTimeout(t.Context(), 20*time.Millisecond)
+		},
+		"cancelled": func() (context.Context, context.CancelFunc) {
+			ctx, cancel := context.WithCancel(t.Context())
+			time.AfterFunc(20*time.Millisecond, cancel)
+			return ctx, cancel
+		},
+	} {
+		here, there := net.Pipe()
+		d := &dataConn{c: here, r: bufio.NewReader(here)}
+		ctx, cancel := begin()
+		stop := d.watch(ctx)
+		ended := make(chan error, 1)
+		go func() { ended <- d.read(ctx, make([]byte, 100), 0) }()
+		select {
+		case err := <-ended:
+			require.Error(t, err, name)
+		case <-time.After(2 * time.Second):
+			t.Errorf("%s: the read goes on", name)
+			_ = here.Close()
+			<-ended
+		}
+		stop()
+		cancel()
+		d.close()
+		_ = there.Close()
 	}
 }
 

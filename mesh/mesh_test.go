@@ -162,6 +162,38 @@ func TestDeathIsBelieved(t *testing.T) {
 	require.Less(t, time.Since(died), 6*time.Second)
 }
 
+// Invariant 9: no node is a master. When the one through which all others
+// joined is gone, they go on, and others join through any of them.
+func TestMeshOutlivesItsFirstNode(t *testing.T) {
+	t.Parallel()
+	first := startNode(t, "first", nil)
+	join := func(n *node) func(*Config) { return func(c *Config) { c.Join = []string{n.GossipAddr()} } }
+	b, c := startNode(t, "second", join(first)), startNode(t, "third", join(first))
+	for _, n := range []*node{first, b, c} {
+		waitPeers(t, n, 2)
+	}
+	first.stop()
+	for _, n := range []*node{b, c} {
+		eventually(t, func() bool { return n.Stats().Peers == 1 }, "the first is still a peer")
+	}
+	exchange := func(from, to *node, name, chain string) {
+		t.Helper()
+		pages := testHashes(chain, 4)
+		put(t, from, pages, 1, 1000)
+		waitListed(t, to, name, pages)
+		got, why := to.Fill(within(t, 10*time.Second), to.request(pages, 1))
+		require.Equal(t, 4, got, why.String())
+		requireHeld(t, to, pages, 1, 1000)
+	}
+	exchange(b, c, "second", "x")
+	exchange(c, b, "third", "y")
+
+	late := startNode(t, "late", join(c))
+	waitPeers(t, late, 2)
+	waitPeers(t, b, 2)
+	exchange(late, b, "late", "z")
+}
+
 // Serf ends itself when it loses a vote about its name; the mesh goes on under
 // another.
 func TestGossipThatStopsIsBuiltAnew(t *testing.T) {

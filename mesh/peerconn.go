@@ -51,6 +51,9 @@ func dialData(ctx context.Context, addr, name, own string, key []byte) (*dataCon
 // watch ends all reading and writing when ctx ends, until stop. stop reports
 // whether the connection can still be used.
 func (d *dataConn) watch(ctx context.Context) (stop func() bool) {
+	if !guard.pullDeadline() {
+		return func() bool { return true }
+	}
 	deadline, _ := ctx.Deadline() // the zero time is no deadline
 	_ = d.c.SetDeadline(deadline)
 	return context.AfterFunc(ctx, func() { _ = d.c.SetDeadline(longAgo) })

@@ -146,6 +146,47 @@ func TestTwoNodesShareFragments(t *testing.T) {
 	}, timeout, tick, "it says goodbye")
 }
 
+// Invariant 8: a sidecar without peers, with one that never answers, or whose
+// peer is gone, is ready and serves.
+func TestLoneNodeServes(t *testing.T) {
+	t.Parallel()
+	serves := func(n *running) {
+		t.Helper()
+		code, _ := n.get(t, "/readyz")
+		assert.Equal(t, 200, code)
+		n.post(t, "/prefill", `{"prompt_tokens":[1,2,3,4,5]}`)
+		assert.Equal(t, 1.0, n.post(t, "/reconstruct", `{"tokens":[1,2,3,4,5]}`)["coverage"])
+		c, lease := holdLease(t, n)
+		_, err := c.Release(t.Context(), kvwire.Release{Lease: lease})
+		require.NoError(t, err)
+		require.NoError(t, c.Close())
+	}
+	serves(run(t, testSettings(t, "alone")))
+
+	silent, err := net.Listen("tcp", "127.0.0.1:0") // accepts, and never says anything
+	require.NoError(t, err)
+	defer func() { _ = silent.Close() }()
+	s := testSettings(t, "hopeful")
+	s.Peers = List{silent.Addr().String(), "127.0.0.1:1"}
+	serves(run(t, s))
+
+	s = testSettings(t, "left")
+	peer := run(t, testSettings(t, "gone"))
+	s.Peers = List{peer.Addresses().HTTP}
+	n := run(t, s)
+	status := func() any {
+		_, v := n.get(t, "/peers")
+		if list := v["peers"].([]any); len(list) > 0 {
+			return list[0].(map[string]any)["status"]
+		}
+		return nil
+	}
+	require.Eventually(t, func() bool { return status() == "alive" }, timeout, tick)
+	require.NoError(t, peer.stop(t))
+	require.Eventually(t, func() bool { return status() == "left" }, timeout, tick)
+	serves(n)
+}
+
 func jsonText(v any) string { b, _ := json.Marshal(v); return string(b) }
 
 func registration() kvwire.Register {

@@ -21,6 +21,9 @@ func (e *Engine) load(ctx context.Context, req Request, kv *llama.KV, res *Resul
 	}
 	began := time.Now()
 	until := began.Add(e.cfg.Deadline)
+	if !guard.loadDeadline() {
+		until = until.Add(3 * e.cfg.Deadline)
+	}
 	err := e.session.Use(func(c *kvwire.Client, reg kvwire.Registered) error {
 		l, err := e.match(ctx, c, req, until)
 		if err != nil {

@@ -105,7 +105,7 @@ func (c *conn) join(reg kvwire.Register, pageTokens int, object int64) error {
 	} else if err := e.agree(reg); err != nil {
 		return err
 	}
-	if e.ranks[rank] != nil {
+	if guard.rankTaken() && e.ranks[rank] != nil {
 		return kvwire.Errorf(kvwire.CodeRankTaken, "engine", "%q has a live connection as %s of shard %s", clip(reg.Engine), reg.Role, shard)
 	}
 	s.engines[key] = e

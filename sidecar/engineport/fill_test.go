@@ -2,6 +2,7 @@ package engineport
 
 import (
 	"context"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -69,6 +70,51 @@ func TestMatchAnswersByItsDeadline(t *testing.T) {
 	}
 	// What was read while it waited is not lost.
 	require.NoError(t, c.Ping(within(t)))
+}
+
+// Invariant 7: an answer with fewer pages than were asked for says why, and
+// counts it, also where a peer gives no reason.
+func TestEveryMissHasAReason(t *testing.T) {
+	t.Parallel()
+	var peerSays atomic.Uint32
+	p := newPort(t, func(c *Config) {
+		c.Fill = fillFunc(func(context.Context, FillRequest) (int, kvwire.Reason) { return 0, kvwire.Reason(peerSays.Load()) })
+	})
+	c := attach(t, p.socket, registration("e"))
+	missed := func(want kvwire.Reason, m kvwire.Match) {
+		t.Helper()
+		before := p.Counts().MissedPages[want.String()]
+		l := match(t, c, m)
+		assert.Less(t, l.Pages, l.ChainPages)
+		assert.Equal(t, want, l.Reason)
+		assert.Contains(t, kvwire.Reasons(), l.Reason)
+		if m.Flags&kvwire.MatchPresence == 0 {
+			assert.Equal(t, before+uint64(l.ChainPages-l.Pages), p.Counts().MissedPages[want.String()])
+		}
+	}
+	prompt := kvwire.Match{Tokens: tokens(64*3, 0), DeadlineUS: 5e6}
+	for says, want := range map[kvwire.Reason]kvwire.Reason{
+		kvwire.ReasonNone: kvwire.ReasonAbsent, kvwire.ReasonAbsent: kvwire.ReasonAbsent,
+		kvwire.ReasonPeer: kvwire.ReasonPeer, kvwire.ReasonDeadline: kvwire.ReasonDeadline,
+		kvwire.ReasonCorrupt: kvwire.ReasonCorrupt,
+	} {
+		peerSays.Store(uint32(says))
+		missed(want, prompt)
+	}
+	peerSays.Store(uint32(kvwire.ReasonPeer))
+	missed(kvwire.ReasonAbsent, kvwire.Match{Tokens: prompt.Tokens, Flags: kvwire.MatchLocal})
+	missed(kvwire.ReasonAbsent, kvwire.Match{Tokens: prompt.Tokens, Flags: kvwire.MatchPresence})
+	store(t, c, match(t, c, prompt).Handle, 2)
+	missed(kvwire.ReasonPeer, prompt)
+
+	other := registration("other-layout")
+	other.Descriptor.Layout = "other"
+	c = attach(t, p.socket, other)
+	missed(kvwire.ReasonLayout, kvwire.Match{Tokens: prompt.Tokens, Flags: kvwire.MatchLocal})
+	ranks := attach(t, p.socket, rank("two-ranks", kvwire.RoleWorker, 0))
+	store(t, ranks, match(t, ranks, prompt).Handle, 1)
+	c = ranks
+	missed(kvwire.ReasonIncomplete, kvwire.Match{Tokens: prompt.Tokens, Flags: kvwire.MatchLocal})
 }
 
 func TestFillEndsWithItsClient(t *testing.T) {

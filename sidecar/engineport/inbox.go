@@ -62,8 +62,7 @@ func (in *inbox) prepare(size int64) error {
 	if err := unix.Ftruncate(in.fd, size); err != nil {
 		return fmt.Errorf("cannot size inbox to %d bytes: %w", size, err)
 	}
-	const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-	if _, err := unix.FcntlInt(uintptr(in.fd), unix.F_ADD_SEALS, seals); err != nil {
+	if _, err := unix.FcntlInt(uintptr(in.fd), unix.F_ADD_SEALS, inboxSeals()); err != nil {
 		return fmt.Errorf("cannot seal inbox: %w", err)
 	}
 	mem, err := unix.Mmap(in.fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)

@@ -246,6 +246,9 @@ func (c *conn) fill(p *cache.Prefix, missing []kvwire.Hash, why kvwire.Reason, d
 	if c.s.cfg.Fill == nil || len(want) == 0 || !time.Now().Before(by) {
 		return why
 	}
+	if !guard.matchDeadline() {
+		by = by.Add(time.Second)
+	}
 	ctx, stop := c.watch(by)
 	defer stop()
 	r := FillRequest{Space: e.space, Form: e.form, Shards: e.shards, Hashes: want}
@@ -259,7 +262,7 @@ func (c *conn) fill(p *cache.Prefix, missing []kvwire.Hash, why kvwire.Reason, d
 		why = kvwire.ReasonNone
 	case n == len(want):
 		why = kvwire.ReasonPinned
-	case why == kvwire.ReasonNone:
+	case guard.missReason() && why == kvwire.ReasonNone:
 		why = kvwire.ReasonAbsent
 	}
 	if gone := p.Extend(want[:n]); gone != kvwire.ReasonNone {

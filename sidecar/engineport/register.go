@@ -129,7 +129,10 @@ func (c *conn) openInbox(slots int) error {
 	// Each rank of an engine stores at the same time: the first to come must
 	// not leave the others without.
 	part := min(c.s.inboxLeft, c.s.cfg.InboxBytes/int64(c.shard.Count))
-	granted := min(int64(slots), part/slot)
+	granted := int64(slots)
+	if guard.inboxCap() {
+		granted = min(granted, part/slot)
+	}
 	c.s.inboxLeft -= granted * slot
 	c.s.mu.Unlock()
 	if granted == 0 {

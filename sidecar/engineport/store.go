@@ -128,7 +128,7 @@ func (c *conn) handleCommit(body []byte) error {
 			return err
 		}
 		_, twice := seen[m.Slot]
-		if c.inbox == nil || twice || !c.inbox.holds(m.Slot, r.pageRef) {
+		if guard.reservedSlot() && (c.inbox == nil || twice || !c.inbox.holds(m.Slot, r.pageRef)) {
 			return kvwire.Errorf(kvwire.CodeNotReserved, fmt.Sprintf("commits[%d].slot", i), "slot %d is not reserved for page %d of chain %d", m.Slot, m.Page, m.Handle)
 		}
 		seen[m.Slot] = struct{}{}

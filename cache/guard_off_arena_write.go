@@ -1,0 +1,5 @@
+//go:build invariant_off_arena_write
+
+package cache
+
+func (guards) arenaWrite() bool { return false }

@@ -1,0 +1,5 @@
+//go:build invariant_off_pins
+
+package cache
+
+func (guards) pins() bool { return false }

@@ -1,0 +1,5 @@
+//go:build invariant_off_call_deadline
+
+package kvwire
+
+func (guards) callDeadline() bool { return false }

@@ -1,0 +1,5 @@
+//go:build invariant_off_match_deadline
+
+package engineport
+
+func (guards) matchDeadline() bool { return false }
