@@ -130,7 +130,7 @@ func meshCounts(s mesh.Stats) map[string]uint64 {
 }
 
 func meshNumbers(s mesh.Stats) (gauges, counters []number) {
-	return []number{
+	gauges = []number{
 		{"membrane_mesh_members", uint64(s.Members)},
 		{"membrane_peers_total", uint64(s.Peers)},
 		{"membrane_peers_healthy", uint64(s.Peers - s.Down)},
@@ -139,7 +139,8 @@ func meshNumbers(s mesh.Stats) (gauges, counters []number) {
 		{"membrane_directory_own_pages", uint64(s.OwnPages)},
 		{"membrane_peer_connections", uint64(s.DataConns)},
 		{"membrane_peer_pulls", uint64(s.Pulling)},
-	}, []number{
+	}
+	counters = []number{
 		{"membrane_fills_total", s.Fills},
 		{"membrane_peer_pulls_total", s.Pulls},
 		{"membrane_peer_pulls_joined_total", s.Joined},
@@ -158,6 +159,7 @@ func meshNumbers(s mesh.Stats) (gauges, counters []number) {
 		{"membrane_join_failures_total", s.JoinFailures},
 		{"membrane_gossip_rebuilds_total", s.Rebuilds},
 	}
+	return gauges, counters
 }
 
 func (n *Sidecar) writeMeshMetrics(w io.Writer) {
