@@ -73,6 +73,10 @@ bench-core: build ## Measure match, lease, read, store and peer fill
 CHAOS_TIME ?= 10m
 CHAOS_SEED ?=
 
+.PHONY: bench-check
+bench-check: build ## Measure the core paths shortly; fail below tools/bench-floors.txt
+	bin/membrane bench core --quick --rounds 7 --floors tools/bench-floors.txt
+
 .PHONY: chaos
 chaos: build ## Kill, stop and restart members for CHAOS_TIME, comparing every token
 	bin/membrane bench chaos --duration=$(CHAOS_TIME) $(addprefix --seed=,$(CHAOS_SEED))

@@ -59,6 +59,7 @@ type core struct {
 	match16us, match128us, leaseUS, leaseB samples
 	read, store, fill                      samples
 	idle                                   [2]Row
+	full                                   Row
 }
 
 // Core measures the paths that everything else stands on: match, lease, read
@@ -87,8 +88,10 @@ func Core(ctx context.Context, opts CoreOptions) (Report, error) {
 	defer func() { _ = os.RemoveAll(dir) }()
 	c := &core{opts: opts, dir: dir, ids: 1}
 	defer c.close()
-	if err := c.measureIdle(ctx); err != nil {
-		return Report{}, err
+	for _, once := range []func(context.Context) error{c.measureIdle, c.measureMemory} {
+		if err := once(ctx); err != nil {
+			return Report{}, err
+		}
 	}
 	if err := c.open(ctx); err != nil {
 		return Report{}, err
@@ -404,6 +407,6 @@ func (c *core) report() (Report, error) {
 		}
 		r.Rows = append(r.Rows, row)
 	}
-	r.Rows = append(r.Rows, c.idle[:]...)
+	r.Rows = append(append(r.Rows, c.full), c.idle[:]...)
 	return r, nil
 }

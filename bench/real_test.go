@@ -63,7 +63,7 @@ func TestCoreTakesEveryFigure(t *testing.T) {
 	report, err := Core(ctx, CoreOptions{Binary: realBinary(t), Quick: true, Rounds: 1, Progress: func(line string) { t.Log(line) }})
 	require.NoError(t, err)
 	require.Len(t, report.Ceilings, 5)
-	require.Len(t, report.Rows, 9)
+	require.Len(t, report.Rows, 10)
 	for _, row := range append(report.Ceilings, report.Rows...) {
 		assert.Empty(t, row.Why, row.Name)
 		if row.Unit != "% of a core" {

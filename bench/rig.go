@@ -91,6 +91,15 @@ const commitBatch = 8
 // where they are written. With begin, it is set to the moment before the first
 // reserve.
 func (r *rig) store(ctx context.Context, tokens []byte, pageTokens int, begin *time.Time) error {
+	return r.storeAs(ctx, tokens, pageTokens, begin, true)
+}
+
+// storeSome is store that does not mind when the sidecar refuses a page.
+func (r *rig) storeSome(ctx context.Context, tokens []byte, pageTokens int) error {
+	return r.storeAs(ctx, tokens, pageTokens, nil, false)
+}
+
+func (r *rig) storeAs(ctx context.Context, tokens []byte, pageTokens int, begin *time.Time, strict bool) error {
 	l, err := r.match(ctx, tokens, kvwire.MatchLocal|kvwire.MatchPresence)
 	if err != nil {
 		return err
@@ -115,6 +124,9 @@ func (r *rig) store(ctx context.Context, tokens []byte, pageTokens int, begin *t
 			return err
 		}
 		for i, s := range slots {
+			if s.Status != kvwire.StoreSlot && !strict {
+				continue
+			}
 			if s.Status != kvwire.StoreSlot {
 				return fmt.Errorf("page %d gets no slot (status %d, %s)", first+i, s.Status, s.Reason)
 			}
@@ -126,7 +138,7 @@ func (r *rig) store(ctx context.Context, tokens []byte, pageTokens int, begin *t
 			return err
 		}
 		for i, d := range done {
-			if d.Status != kvwire.StoreStored {
+			if d.Status != kvwire.StoreStored && strict {
 				return fmt.Errorf("page %d is not stored (status %d, %s)", first+i, d.Status, d.Reason)
 			}
 		}

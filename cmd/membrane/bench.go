@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"os"
 
 	"github.com/spf13/cobra"
 
@@ -23,6 +24,7 @@ func newBenchCommand() *cobra.Command {
 func newBenchCoreCommand() *cobra.Command {
 	var opts bench.CoreOptions
 	var asJSON, strict bool
+	var floors string
 	cmd := &cobra.Command{
 		Use:   "core",
 		Short: "Match, lease, shared-memory read, store and peer fill",
@@ -49,6 +51,11 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 			if err := write(cmd.OutOrStdout()); err != nil {
 				return err
 			}
+			if floors != "" {
+				if err := checkFloors(floors, report); err != nil {
+					return err
+				}
+			}
 			if missed := report.Missed(); strict && len(missed) > 0 {
 				return fmt.Errorf("targets missed: %q", missed)
 			}
@@ -59,6 +66,7 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 	flags.BoolVar(&asJSON, "json", false, "print one JSON object instead of a table")
 	flags.BoolVar(&opts.Quick, "quick", false, "less memory and three rounds, to see that all rows work")
 	flags.IntVar(&opts.Rounds, "rounds", 0, "how often every figure is taken (default 15, with --quick 3)")
+	flags.StringVar(&floors, "floors", "", "exit 1 when a row is below its floor in this file")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
 	return cmd
 }
@@ -72,4 +80,21 @@ func newFrameSourceCommand() *cobra.Command {
 			return bench.FrameSource(cmd.InOrStdin(), cmd.OutOrStdout())
 		},
 	}
+}
+
+// checkFloors holds a report against the floors in a file.
+func checkFloors(path string, report bench.Report) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return usageError{fmt.Errorf("--floors: %w", err)}
+	}
+	defer func() { _ = f.Close() }()
+	floors, err := bench.ReadFloors(f)
+	if err != nil {
+		return usageError{fmt.Errorf("--floors: %w", err)}
+	}
+	if err := floors.Check(report); err != nil {
+		return fmt.Errorf("below the floor: %w", err)
+	}
+	return nil
 }

@@ -1,0 +1,35 @@
+package bench
+
+import (
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+func TestFloorsNameWhatFellBelowThem(t *testing.T) {
+	floors, err := ReadFloors(strings.NewReader("# comment\n\n<= 2 | a\n>= 0.5 | b\n"))
+	require.NoError(t, err)
+	half, twice := 0.5, 2.0
+	good := Report{Rows: []Row{{Name: "a", Ratio: &twice, Value: 99}, {Name: "b", Ratio: &half}}}
+	assert.NoError(t, floors.Check(good))
+	worse := 2.01
+	assert.ErrorContains(t, floors.Check(Report{Rows: []Row{{Name: "a", Ratio: &worse}, {Name: "b", Value: 1}}}), `"a" is at 2.01, its floor is <= 2`)
+	assert.ErrorContains(t, floors.Check(Report{Rows: append(good.Rows, Row{Name: "c"})}), `"c" has no floor`)
+	assert.ErrorContains(t, floors.Check(Report{Rows: good.Rows[:1]}), `the floor of "b" has no row`)
+	for _, bad := range []string{"<= 2 a", "fast | a", "<= 2 |", "| a"} {
+		_, err := ReadFloors(strings.NewReader(bad))
+		assert.ErrorContains(t, err, "line 1", bad)
+	}
+}
+
+func TestCommittedFloorsCanBeRead(t *testing.T) {
+	f, err := os.Open("../tools/bench-floors.txt")
+	require.NoError(t, err)
+	defer func() { _ = f.Close() }()
+	floors, err := ReadFloors(f)
+	require.NoError(t, err)
+	assert.Len(t, floors, 10)
+}
