@@ -1,6 +1,7 @@
 package cache
 
 import (
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -94,8 +95,14 @@ func TestVictimsInUseAreSpared(t *testing.T) {
 
 // A verdict on a stay that is over must not hit the page's next one.
 func TestStaleVerdictsAreIgnored(t *testing.T) {
+	var mu sync.Mutex // offers are made without the cache's lock
 	var held []entry
-	p := &scripted{onAdd: func(_ *verdicts, _ uint64, e entry) bool { held = append(held, e); return true }}
+	p := &scripted{onAdd: func(_ *verdicts, _ uint64, e entry) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		held = append(held, e)
+		return true
+	}}
 	c := openWith(t, Config{Budget: 4 << 20}, p.make)
 	s := space(t, c, "a")
 	part := func(i, k int) {
@@ -107,15 +114,18 @@ func TestStaleVerdictsAreIgnored(t *testing.T) {
 		part(i, 0)
 	}
 	settled(t, c)
-	c.mu.Lock()
+	mu.Lock()
 	require.NotEmpty(t, held)
-	require.EqualValues(t, 0, held[0].page.place-inPolicy)
+	first := held[0]
+	mu.Unlock()
+	c.mu.Lock()
+	require.EqualValues(t, 0, first.page.place-inPolicy)
 	c.mu.Unlock()
 	part(0, 1) // grows: back to the window, so that its cost is right
 	settled(t, c)
-	assert.NotZero(t, p.deleted.Load())
+	require.Eventually(t, func() bool { return p.deleted.Load() != 0 }, 10*time.Second, time.Millisecond)
 	c.mu.Lock()
-	p.queue.put(held[0], kvwire.ReasonCapacity)
+	p.queue.put(first, kvwire.ReasonCapacity)
 	for _, v := range p.queue.take(nil) {
 		c.carryOut(v)
 	}

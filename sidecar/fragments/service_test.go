@@ -233,10 +233,15 @@ func TestIndexFollowsEvictions(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return int64(s.Len()) == c.Stats().Pages && s.Len() > 0 && s.Len() < made
 	}, 10*time.Second, time.Millisecond)
-	list, _ := s.Inventory("public", "", 0)
-	for _, f := range list {
-		assert.True(t, s.Retrieve("public", f.PayloadRef).Found)
-	}
+	require.Eventually(t, func() bool { // evictions may go on meanwhile
+		list, _ := s.Inventory("public", "", 0)
+		for _, f := range list {
+			if !s.Retrieve("public", f.PayloadRef).Found {
+				return false
+			}
+		}
+		return len(list) > 0
+	}, 10*time.Second, time.Millisecond)
 	s.mu.Lock()
 	for _, space := range s.spaces {
 		space.Reset()
