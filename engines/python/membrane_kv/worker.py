@@ -99,6 +99,7 @@ class Loader:
                 reason = UNREACHABLE
             except Exception:
                 self._recorder.warn("a load")
+                self._give_back(job)
                 reason = "internal"
             self._count(job, reason, time.perf_counter() - began)
             with self._lock:
@@ -122,6 +123,7 @@ class Loader:
         if up.shared is None:
             reason = self._read_inline(job, up.epoch, len(at))
             if reason:
+                self._give_back(job)
                 return reason
         else:
             with up.shared.use() as shared:
@@ -133,6 +135,12 @@ class Loader:
         if not call.wait() or call.result is None:
             return call.reason
         return "" if call.result == wire.Outcome.LIVE else call.result.name.lower()
+
+    def _give_back(self, job: LoadJob) -> None:
+        """Release the lease of a load that failed: after an abort nobody else does."""
+        up = _trusted(self._session.up, job.granted)
+        if up is not None:
+            self._session.give_back(up.epoch, job.lease)
 
     def _read_inline(self, job: LoadJob, epoch: int, pages: int) -> str:
         for i in range(pages):

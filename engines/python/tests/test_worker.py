@@ -187,12 +187,22 @@ def test_expired_deadline_copies_nothing_and_gives_back(rig: Rig) -> None:
     eventually(lambda: not rig.sidecar.leases)
 
 
+def test_read_without_answer_gives_the_lease_back(sidecar: FakeSidecar, sessions: Start) -> None:
+    rig = Rig(sidecar, sessions, Settings(), inline=True)
+    rig.stored(3)
+    sidecar.silent.add(Type.READ)
+    assert rig.load(rig.job(wait=0.05)) == "deadline"
+    eventually(lambda: not sidecar.leases)
+    rig.loader.stop()
+
+
 def test_wrong_length_is_a_failed_load(rig: Rig) -> None:
     rig.stored(2)
     job = rig.job()
     assert job.locations is not None
     job.locations["length"][1] -= 1
     assert rig.load(job) == "internal"
+    eventually(lambda: not rig.sidecar.leases)
 
 
 def test_location_outside_of_the_arena_is_a_failed_load(rig: Rig) -> None:
@@ -201,6 +211,7 @@ def test_location_outside_of_the_arena_is_a_failed_load(rig: Rig) -> None:
     assert job.locations is not None
     job.locations["offset"][1] = 1 << 50
     assert rig.load(job) == "internal"
+    eventually(lambda: not rig.sidecar.leases)
 
 
 def test_load_that_could_not_begin_is_reported(rig: Rig) -> None:

@@ -158,9 +158,10 @@ class Sidecar(Process):
         self.gossip_port = free_port(data_host)
         self.engine_port = free_port()
         self.peers: list[str] = []
+        self.flags: list[str] = []
 
     def start(self) -> None:
-        """Start it and wait until it serves."""
+        """Start it, `flags` last, and wait until it serves."""
         argv = [
             os.environ["MEMBRANE_BIN"],
             "serve",
@@ -175,6 +176,7 @@ class Sidecar(Process):
             f"--page-tokens={PAGE}",
             "--log-format=json",
             *(f"--peer={p}" for p in self.peers),
+            *self.flags,
         ]
         self.launch(argv, dict(os.environ))
         eventually(lambda: self.stats() or not self.alive(), f"the start of {self.name}")
@@ -193,6 +195,22 @@ class Sidecar(Process):
             return {}
         finally:
             client.close()
+
+    def status(self) -> dict[str, Any]:
+        """Return what /statusz says, or nothing when it does not answer."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/statusz", timeout=2) as r:
+                return dict(json.load(r))
+        except OSError:
+            return {}
+
+    def level(self) -> bool:
+        """Return whether no engine has a lease, a chain or an inbox slot in it."""
+        s = self.status()
+        if not s:
+            return False
+        left = [e["leases"] + e["handles"] for e in s["engines"]["engines"]]
+        return not (any(left) or s["engines"]["reserved_slots"] or s["cache"]["leases"])
 
     def knows(self, other: Sidecar) -> bool:
         """Return whether the other is among the live peers."""
@@ -307,16 +325,7 @@ class Engine(Process):
 
     def complete(self, ids: list[int], n: int = 16, salt: str | None = None) -> Answer:
         """Let it generate n tokens, greedily."""
-        body: dict[str, Any] = {
-            "model": "m",
-            "prompt": ids,
-            "max_tokens": n,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "logprobs": 1,
-            "return_tokens_as_token_ids": True,
-        }
+        body = completion(ids, n)
         if salt is not None:
             body["cache_salt"] = salt
         began = time.monotonic()
@@ -328,6 +337,24 @@ class Engine(Process):
             details.get("cached_tokens") or 0,
             time.monotonic() - began,
         )
+
+    def disconnectable(self, ids: list[int], n: int) -> socket.socket:
+        """Send a request as `complete` does; closing what is returned aborts it."""
+        body = json.dumps(completion(ids, n)).encode()
+        client = socket.create_connection(("127.0.0.1", self.port), 5)
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        return client
+
+    def metric(self, name: str) -> float:
+        """Return the sum over one of vLLM's own metrics."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as r:
+            lines = r.read().decode().splitlines()
+        values = [float(x.split()[-1]) for x in lines if x.startswith((name + "{", name + " "))]
+        assert values, f"{self.name} has no metric {name}"
+        return sum(values)
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""
@@ -348,6 +375,20 @@ class Engine(Process):
     def sums(self, role: str, name: str) -> list[str]:
         """Return the checksums kept under a name."""
         return list(self.stats(role)["sums"].get(name, []))
+
+
+def completion(ids: list[int], n: int) -> dict[str, Any]:
+    """Return the body of a request for n tokens, greedily."""
+    return {
+        "model": "m",
+        "prompt": ids,
+        "max_tokens": n,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 1,
+        "return_tokens_as_token_ids": True,
+    }
 
 
 def engine_environment() -> dict[str, str]:
@@ -375,14 +416,16 @@ def engine_environment() -> dict[str, str]:
     return env
 
 
-def make_model(kind: str) -> Path:
+def make_model(kind: str, seed: int = 7) -> Path:
     """Make a test model, or find the one that an earlier run made."""
-    folder = CACHE / "models" / kind
+    folder = CACHE / "models" / (kind if seed == 7 else f"{kind}-{seed}")
     if not (folder / "model.safetensors").exists():
         script = Path(__file__).with_name("make_model.py")
         python = os.environ["MEMBRANE_VLLM_PYTHON"]
         subprocess.run(
-            [python, str(script), str(folder), kind], check=True, env=engine_environment()
+            [python, str(script), str(folder), kind, str(seed)],
+            check=True,
+            env=engine_environment(),
         )
     return folder
 
@@ -399,6 +442,7 @@ class Proxy:
         self.hold_at = -1
         self.moved = 0
         self.flipped = 0
+        self.address = f"{host}:{port}"
         self._target = target
         self._listener = socket.create_server((host, port))
         self._open: set[socket.socket] = set()

@@ -13,72 +13,26 @@ import time
 from typing import Any
 
 import pytest
-from harness import (
-    BLOCK,
-    LOAD_MS,
-    MATCH_MS,
-    PAGE,
-    SLACK_S,
-    STORE_MS,
-    Answer,
-    Cluster,
-    Engine,
-    Sidecar,
-    eventually,
-    prompt,
+from checks import (
+    PAGES,
+    N,
+    counted,
+    hooks_in_time,
+    memfds,
+    page_bytes,
+    prefill,
+    quiet,
+    same,
 )
+from harness import BLOCK, PAGE, Answer, Cluster, Engine, Sidecar, eventually, prompt
 from membrane_kv import wire
 from membrane_kv.client import Client
 from membrane_kv.wire import Descriptor, Model, Register
-
-N = 1000
-PAGES = N // PAGE
-
-
-def same(got: Answer, want: Answer) -> None:
-    """Tokens are equal, log-probabilities within 1e-4."""
-    assert got.tokens == want.tokens
-    worst = max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True))
-    assert worst < 1e-4, f"log-probabilities differ by {worst}"
-
-
-def prefill(engine: Engine, ids: list[int]) -> None:
-    """Let an engine compute a prompt, and wait until its sidecar has every page of it."""
-    before = held(engine)
-    engine.complete(ids, 1)
-    eventually(lambda: held(engine) >= before + len(ids) // PAGE, "the store")
-
-
-def held(engine: Engine) -> int:
-    counts = engine.stats("worker")["counts"]
-    return int(counts.get("stored_pages", 0) + counts.get("stores_existing", 0))
-
-
-def counted(engine: Engine, role: str, name: str, more_than: int, what: str = "") -> None:
-    eventually(lambda: engine.count(role, name) > more_than, what or f"{name} on {engine.name}")
 
 
 def misses(engine: Engine) -> dict[str, int]:
     counts = engine.stats("scheduler")["counts"]
     return {k: v for k, v in counts.items() if k.startswith("misses_")}
-
-
-def quiet(engine: Engine) -> None:
-    """Wait until the engine's counters of what came before are in its file."""
-    seen: list[Any] = []
-
-    def settled() -> bool:
-        now = [engine.stats(role) for role in ("worker", "scheduler")]
-        same = seen[-1:] == [now]
-        seen.append(now)
-        return same and len(seen) > 30  # polled every 50 ms; files are written every second
-
-    eventually(settled, f"that {engine.name} is quiet")
-
-
-def page_bytes(engine: Engine) -> int:
-    d = engine.stats("worker")["registration"]["descriptor"]
-    return int(PAGE // BLOCK * d["block_bytes"])
 
 
 def leased_pages(sidecar: Sidecar, engine: Engine, ids: list[int]) -> list[tuple[int, int]]:
@@ -320,24 +274,10 @@ def test_holder_killed_in_the_middle_of_a_fill(cluster: Cluster) -> None:
     recovered(cluster)
 
 
-DEADLINES = {"wait_for_save": STORE_MS, "get_transfer_results": LOAD_MS, "start_load_kv": LOAD_MS}
-
-
 @pytest.mark.parametrize("name", ["engine_a", "engine_b"])
 def test_no_hook_ran_past_its_deadline(cluster: Cluster, name: str) -> None:
     """Runs after all the others, over everything that they did."""
-    engine: Engine = getattr(cluster, name)
-    quiet(engine)
-    for role in ("scheduler", "worker"):
-        stats = engine.stats(role)
-        assert stats["counts"].get("hook_errors", 0) == 0
-        assert "off" not in stats
-        hooks = {k: v for k, v in stats["hooks"].items() if k != "register_kv_caches"}
-        assert hooks
-        for hook, took in hooks.items():
-            limit = DEADLINES.get(hook, MATCH_MS) / 1e3 + SLACK_S
-            assert took["max_s"] <= limit, f"{hook} took {took['max_s']:.3f} s"
-            assert took["sum_s"] / took["n"] < 0.01, f"{hook} takes {took}"
+    hooks_in_time(getattr(cluster, name))
 
 
 def test_nothing_is_left(cluster: Cluster) -> None:
@@ -354,17 +294,3 @@ def test_nothing_is_left(cluster: Cluster) -> None:
     for pid in pids:
         assert not os.path.exists(f"/proc/{pid}/fd") or not os.listdir(f"/proc/{pid}/fd")
     assert not memfds(pids), "memory of ours is left"
-
-
-def memfds(sessions: list[int]) -> list[str]:
-    """Return memfds of ours that a process of one of the sessions still has open."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.getsid(int(pid)) not in sessions:
-                continue
-            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-        except OSError:
-            continue
-        found += [f"{pid} {link}" for link in links if "memfd:membrane" in link]
-    return found

@@ -1,0 +1,93 @@
+"""What the engine tests compare, and what they look at in an engine's counters."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from harness import (
+    BLOCK,
+    LOAD_MS,
+    MATCH_MS,
+    PAGE,
+    SLACK_S,
+    STORE_MS,
+    Answer,
+    Engine,
+    eventually,
+)
+
+N = 1000
+PAGES = N // PAGE
+DEADLINES = {"wait_for_save": STORE_MS, "get_transfer_results": LOAD_MS, "start_load_kv": LOAD_MS}
+
+
+def same(got: Answer, want: Answer) -> None:
+    """Tokens are equal, log-probabilities within 1e-4."""
+    assert got.tokens == want.tokens
+    worst = max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True))
+    assert worst < 1e-4, f"log-probabilities differ by {worst}"
+
+
+def prefill(engine: Engine, ids: list[int]) -> None:
+    """Let an engine compute a prompt, and wait until its sidecar has every page of it."""
+    before = held(engine)
+    engine.complete(ids, 1)
+    eventually(lambda: held(engine) >= before + len(ids) // PAGE, "the store")
+
+
+def held(engine: Engine) -> int:
+    """Return how many pages the engine has handed over so far, those already there too."""
+    counts = engine.stats("worker")["counts"]
+    return int(counts.get("stored_pages", 0) + counts.get("stores_existing", 0))
+
+
+def counted(engine: Engine, role: str, name: str, more_than: int, what: str = "") -> None:
+    eventually(lambda: engine.count(role, name) > more_than, what or f"{name} on {engine.name}")
+
+
+def quiet(engine: Engine) -> None:
+    """Wait until the engine's counters of what came before are in its file."""
+    seen: list[Any] = []
+
+    def settled() -> bool:
+        now = [engine.stats(role) for role in ("worker", "scheduler")]
+        same = seen[-1:] == [now]
+        seen.append(now)
+        return same and len(seen) > 30  # polled every 50 ms; files are written every second
+
+    eventually(settled, f"that {engine.name} is quiet")
+
+
+def page_bytes(engine: Engine) -> int:
+    d = engine.stats("worker")["registration"]["descriptor"]
+    return int(PAGE // BLOCK * d["block_bytes"])
+
+
+def hooks_in_time(engine: Engine) -> None:
+    """No hook has failed, or run longer than its deadline."""
+    quiet(engine)
+    for role in ("scheduler", "worker"):
+        stats = engine.stats(role)
+        assert stats["counts"].get("hook_errors", 0) == 0
+        assert "off" not in stats
+        hooks = {k: v for k, v in stats["hooks"].items() if k != "register_kv_caches"}
+        assert hooks
+        for hook, took in hooks.items():
+            limit = DEADLINES.get(hook, MATCH_MS) / 1e3 + SLACK_S
+            assert took["max_s"] <= limit, f"{hook} took {took['max_s']:.3f} s"
+            assert took["sum_s"] / took["n"] < 0.01, f"{hook} takes {took}"
+
+
+def memfds(sessions: list[int]) -> list[str]:
+    """Return memfds of ours that a process of one of the sessions still has open."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.getsid(int(pid)) not in sessions:
+                continue
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue
+        found += [f"{pid} {link}" for link in links if "memfd:membrane" in link]
+    return found
