@@ -3,6 +3,7 @@ package engineport
 import (
 	"encoding/json"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -263,4 +264,15 @@ func TestHandlesDoNotComeBackWithARestart(t *testing.T) {
 		handles = append(handles, match(t, c, kvwire.Match{Tokens: tokens(64, 1)}).Handle)
 	}
 	require.NotEqual(t, handles[0], handles[1])
+}
+
+func TestAnExpiredLeaseIsNoLiveOne(t *testing.T) {
+	t.Parallel()
+	p := newPort(t)
+	c := attach(t, p.socket, registration("e"))
+	l := match(t, c, kvwire.Match{Tokens: tokens(64, 1)})
+	store(t, c, l.Handle, 1)
+	l = match(t, c, kvwire.Match{Tokens: tokens(64, 1), LeaseMS: 1})
+	require.NotZero(t, l.Lease)
+	require.Eventually(t, func() bool { return p.Status().Engines[0].Leases == 0 }, 10*time.Second, time.Millisecond)
 }

@@ -43,6 +43,7 @@ func (s *Server) Status() Status {
 		}
 		sort.Strings(es.Connections)
 		e.mu.Lock()
+		e.endExpired()
 		es.Handles, es.Leases = len(e.chains), e.live
 		e.mu.Unlock()
 		st.Engines = append(st.Engines, es)
