@@ -137,9 +137,6 @@ func lookAt(m *member) (ChaosSidecar, error) {
 	return s, err
 }
 
-// proc returns the folder of a process in /proc.
-func (p *process) proc() string { return fmt.Sprintf("/proc/%d", p.cmd.Process.Pid) }
-
 // lookEvery is rare enough that looking does not keep a sidecar at work.
 const lookEvery = 250 * time.Millisecond
 

@@ -6,9 +6,6 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
-	"time"
-
-	"github.com/valyala/fasthttp"
 )
 
 // Names of a sidecar's metrics that the demo and the benchmarks read.
@@ -24,12 +21,9 @@ const (
 // not there is an error.
 func metric(http, name, label string) (float64, error) {
 	url := "http://" + http + "/metrics"
-	status, body, err := fasthttp.GetTimeout(nil, url, 2*time.Second)
+	body, err := get(url)
 	if err != nil {
-		return 0, fmt.Errorf("cannot get %s: %w", url, err)
-	}
-	if status != fasthttp.StatusOK {
-		return 0, fmt.Errorf("cannot get %s: status %d", url, status)
+		return 0, err
 	}
 	sum, found := 0.0, false
 	scan := bufio.NewScanner(bytes.NewReader(body))

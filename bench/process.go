@@ -127,9 +127,12 @@ func (p *process) stop(patience time.Duration) error {
 	return nil
 }
 
+// proc returns the folder of a process in /proc.
+func (p *process) proc() string { return fmt.Sprintf("/proc/%d", p.cmd.Process.Pid) }
+
 // memory returns the proportional set size of a process, in bytes.
 func (p *process) memory() (int64, error) {
-	kib, err := strconv.ParseInt(strings.TrimSuffix(field(fmt.Sprintf("/proc/%d/smaps_rollup", p.cmd.Process.Pid), "Pss"), " kB"), 10, 64)
+	kib, err := strconv.ParseInt(strings.TrimSuffix(field(p.proc()+"/smaps_rollup", "Pss"), " kB"), 10, 64)
 	if err != nil {
 		return 0, fmt.Errorf("cannot read the memory of %s: %w", p.name, err)
 	}
@@ -138,7 +141,7 @@ func (p *process) memory() (int64, error) {
 
 // cpu returns the processor time that a process has used, user and system.
 func (p *process) cpu() (time.Duration, error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
+	b, err := os.ReadFile(p.proc() + "/stat")
 	if err != nil {
 		return 0, fmt.Errorf("cannot read the processor time of %s: %w", p.name, err)
 	}

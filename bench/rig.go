@@ -124,11 +124,11 @@ func (r *rig) storeAs(ctx context.Context, tokens []byte, pageTokens int, begin 
 			return err
 		}
 		for i, s := range slots {
-			if s.Status != kvwire.StoreSlot && !strict {
-				continue
-			}
 			if s.Status != kvwire.StoreSlot {
-				return fmt.Errorf("page %d gets no slot (status %d, %s)", first+i, s.Status, s.Reason)
+				if strict {
+					return fmt.Errorf("page %d gets no slot (status %d, %s)", first+i, s.Status, s.Reason)
+				}
+				continue
 			}
 			copy(r.client.Slot(s.Slot), r.page)
 			commits = append(commits, kvwire.Commit{PageRef: refs[i], Slot: s.Slot})
@@ -165,14 +165,23 @@ func poll(ctx context.Context, what string, f func() (bool, error)) error {
 	}
 }
 
-// getJSON fetches a JSON document from a sidecar.
-func getJSON(url string, into any) error {
+// get fetches a document from a sidecar.
+func get(url string) ([]byte, error) {
 	status, body, err := fasthttp.GetTimeout(nil, url, 2*time.Second)
 	if err != nil {
-		return fmt.Errorf("cannot get %s: %w", url, err)
+		return nil, fmt.Errorf("cannot get %s: %w", url, err)
 	}
 	if status != fasthttp.StatusOK {
-		return fmt.Errorf("cannot get %s: status %d: %s", url, status, body)
+		return nil, fmt.Errorf("cannot get %s: status %d: %s", url, status, body)
+	}
+	return body, nil
+}
+
+// getJSON fetches a JSON document from a sidecar.
+func getJSON(url string, into any) error {
+	body, err := get(url)
+	if err != nil {
+		return err
 	}
 	if err := json.Unmarshal(body, into); err != nil {
 		return fmt.Errorf("cannot decode %s: %w", url, err)
