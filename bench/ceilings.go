@@ -22,6 +22,23 @@ type copier struct {
 }
 
 func newCopier(size int) (*copier, error) {
+	src, err := newMemfd(size)
+	if err != nil {
+		return nil, err
+	}
+	c := &copier{src: src}
+	if c.dst, err = newDestination(size); err != nil {
+		_ = c.close()
+		return nil, err
+	}
+	fill(c.src, 1)
+	copy(c.dst, c.src)
+	return c, nil
+}
+
+// newMemfd returns shared memory that is all present, as a sidecar's arena is.
+// Free it with unix.Munmap.
+func newMemfd(size int) ([]byte, error) {
 	fd, err := unix.MemfdCreate("membrane-bench", unix.MFD_CLOEXEC)
 	if err != nil {
 		return nil, fmt.Errorf("cannot make a memfd: %w", err)
@@ -30,17 +47,11 @@ func newCopier(size int) (*copier, error) {
 	if err := unix.Ftruncate(fd, int64(size)); err != nil {
 		return nil, fmt.Errorf("cannot size a memfd to %d bytes: %w", size, err)
 	}
-	c := &copier{}
-	if c.src, err = unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE); err != nil {
+	b, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE)
+	if err != nil {
 		return nil, fmt.Errorf("cannot map %d bytes: %w", size, err)
 	}
-	if c.dst, err = newDestination(size); err != nil {
-		_ = c.close()
-		return nil, err
-	}
-	fill(c.src, 1)
-	copy(c.dst, c.src)
-	return c, nil
+	return b, nil
 }
 
 // newDestination returns private memory that is all present. Free it with
@@ -110,8 +121,15 @@ func bareChain(tokens []byte, pageTokens int) time.Duration {
 // FrameSource listens on a free loopback port, prints the address, and sends
 // frames of the size that each connection asks for (two numbers, size and
 // count, as text on a line) until stdin ends. It is the far end of the bare TCP
-// copy and runs as a process of its own.
-func FrameSource(stdin io.Reader, stdout io.Writer) error {
+// copy and runs as a process of its own. Like the pages of a cache, successive
+// frames come from different places of memory bytes of a memfd, so that the
+// processor's caches do not hold them.
+func FrameSource(stdin io.Reader, stdout io.Writer, memory int) error {
+	from, err := newMemfd(memory)
+	if err != nil {
+		return err
+	}
+	fill(from, 1)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return fmt.Errorf("cannot listen: %w", err)
@@ -126,46 +144,59 @@ func FrameSource(stdin io.Reader, stdout io.Writer) error {
 		if err != nil {
 			return nil //nolint:nilerr // stdin has ended
 		}
-		go sendFrames(conn)
+		go sendFrames(conn, from)
 	}
 }
 
-func sendFrames(conn net.Conn) {
+func sendFrames(conn net.Conn, from []byte) {
 	defer func() { _ = conn.Close() }()
 	r := bufio.NewReader(conn)
+	at := 0
 	for {
 		var size, count int
-		if _, err := fmt.Fscanln(r, &size, &count); err != nil || size < 1 || size > kvwire.MaxObject {
+		if _, err := fmt.Fscanln(r, &size, &count); err != nil || size < 1 || size > len(from) {
 			return
 		}
-		frame := make([]byte, size)
-		fill(frame, 1)
 		header := kvwire.AppendHeader(nil, kvwire.Header{Type: kvwire.TypePage, Length: uint32(size)})
 		for range count {
-			parts := net.Buffers{header, frame}
+			if at+size > len(from) {
+				at = 0
+			}
+			parts := net.Buffers{header, from[at : at+size]}
 			if _, err := parts.WriteTo(conn); err != nil {
 				return
 			}
+			at += size
 		}
 	}
 }
 
-// tcpCopy receives count frames of the given size into dst, again and again
-// from its start, and returns GB/s.
-func tcpCopy(conn net.Conn, size, count int, dst []byte) (float64, error) {
+// tcpCopier receives frames from a [FrameSource]. Like copier, it goes on in
+// its destination where the last run ended.
+type tcpCopier struct {
+	conn net.Conn
+	dst  []byte
+	at   int
+}
+
+// run receives count frames of the given size and returns GB/s.
+func (c *tcpCopier) run(size, count int) (float64, error) {
 	begin := time.Now()
-	if _, err := fmt.Fprintf(conn, "%d %d\n", size, count); err != nil {
+	if _, err := fmt.Fprintf(c.conn, "%d %d\n", size, count); err != nil {
 		return 0, fmt.Errorf("cannot ask for frames: %w", err)
 	}
 	var header [kvwire.HeaderSize]byte
-	for at := range count {
-		if _, err := io.ReadFull(conn, header[:]); err != nil {
+	for range count {
+		if c.at+size > len(c.dst) {
+			c.at = 0
+		}
+		if _, err := io.ReadFull(c.conn, header[:]); err != nil {
 			return 0, fmt.Errorf("cannot read a frame: %w", err)
 		}
-		offset := at * size % (len(dst) - size + 1)
-		if _, err := io.ReadFull(conn, dst[offset:offset+size]); err != nil {
+		if _, err := io.ReadFull(c.conn, c.dst[c.at:c.at+size]); err != nil {
 			return 0, fmt.Errorf("cannot read a frame: %w", err)
 		}
+		c.at += size
 	}
 	return gbs(size*count, time.Since(begin)), nil
 }

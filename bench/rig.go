@@ -72,6 +72,21 @@ func (r *rig) match(ctx context.Context, tokens []byte, flags uint16) (kvwire.Le
 	return l, err
 }
 
+// timeMatch times a match of the prompt that is held, whose pages it then
+// releases. It fails when not all of them are leased.
+func (r *rig) timeMatch(ctx context.Context, pages int) (time.Duration, error) {
+	begin := time.Now()
+	l, err := r.match(ctx, r.held, 0)
+	took := time.Since(begin)
+	if err != nil {
+		return 0, err
+	}
+	if int(l.Pages) != pages {
+		return 0, fmt.Errorf("%d of %d pages are leased (%s)", l.Pages, pages, l.Reason)
+	}
+	return took, r.end(ctx, l)
+}
+
 // end releases a match's lease, which must have held, and drops its chain.
 func (r *rig) end(ctx context.Context, l kvwire.Leased) error {
 	outcome, err := r.client.Release(ctx, kvwire.Release{Lease: l.Lease})

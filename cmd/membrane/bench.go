@@ -74,12 +74,15 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 // newFrameSourceCommand returns the far end of the bare TCP copy, which the
 // benchmarks start as a process of its own.
 func newFrameSourceCommand() *cobra.Command {
-	return &cobra.Command{
+	var memory int
+	cmd := &cobra.Command{
 		Use: "frame-source", Hidden: true, Args: refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return bench.FrameSource(cmd.InOrStdin(), cmd.OutOrStdout())
+			return bench.FrameSource(cmd.InOrStdin(), cmd.OutOrStdout(), memory)
 		},
 	}
+	cmd.Flags().IntVar(&memory, "memory", 512<<20, "bytes of memory that the frames come from")
+	return cmd
 }
 
 // checkFloors holds a report against the floors in a file.
