@@ -69,9 +69,9 @@ func chain(pairs []pair) []pair {
 func (n *nest) run(dst, src []byte) {
 	var at [maxLoops]int
 	s, d := n.src, n.dst
-	inner := n.loops[n.outer:n.count]
+	column, row := n.loops[max(n.count-2, 0)], n.loops[max(n.count-1, 0)]
 	for {
-		n.kernel.move(dst[d:], src[s:], n.unit, inner)
+		n.kernel.move(dst[d:], src[s:], n.unit, column, row)
 		i := n.outer - 1
 		for ; i >= 0; i-- {
 			l := &n.loops[i]

@@ -24,22 +24,19 @@ func squaresOf(unit, side int, row, column pair) squares {
 }
 
 // edges moves by gather what lies outside whole squares.
-func (s squares) edges(dst, src []byte, unit int, gather func(dst, src []byte, unit int, loops []pair), column, row pair) {
-	var loop [1]pair
+func (s squares) edges(dst, src []byte, unit int, gather func(dst, src []byte, unit int, _, l pair), column, row pair) {
 	for c := range s.columns {
 		from := s.wholeRows
 		if c >= s.wholeColumns {
 			from = 0
 		}
 		if n := s.rows - from; n > 0 {
-			loop[0] = pair{n, row.src, row.dst}
-			gather(dst[c*column.dst+from*row.dst:], src[c*column.src+from*row.src:], unit, loop[:])
+			gather(dst[c*column.dst+from*row.dst:], src[c*column.src+from*row.src:], unit, pair{}, pair{n, row.src, row.dst})
 		}
 	}
 }
 
-func transpose1(dst, src []byte, unit int, loops []pair) {
-	column, row := loops[0], loops[1]
+func transpose1(dst, src []byte, unit int, column, row pair) {
 	s := squaresOf(unit, 8, row, column)
 	for first := 0; first < s.wholeColumns; first += line {
 		end := min(first+line, s.wholeColumns)
@@ -52,8 +49,7 @@ func transpose1(dst, src []byte, unit int, loops []pair) {
 	s.edges(dst, src, unit, gather1, column, row)
 }
 
-func transpose2(dst, src []byte, unit int, loops []pair) {
-	column, row := loops[0], loops[1]
+func transpose2(dst, src []byte, unit int, column, row pair) {
 	s := squaresOf(unit, 4, row, column)
 	for first := 0; first < s.wholeColumns; first += line / 2 {
 		end := min(first+line/2, s.wholeColumns)
@@ -66,8 +62,45 @@ func transpose2(dst, src []byte, unit int, loops []pair) {
 	s.edges(dst, src, unit, gather2, column, row)
 }
 
-func transpose4(dst, src []byte, unit int, loops []pair) {
-	column, row := loops[0], loops[1]
+// zip2 makes of two rows one in which their numbers alternate.
+func zip2(dst, src []byte, _ int, column, row pair) {
+	other := src[row.src:]
+	whole := column.n / 4 * 4
+	for c := 0; c < whole; c += 4 {
+		a, b := binary.LittleEndian.Uint64(src[c*2:]), binary.LittleEndian.Uint64(other[c*2:])
+		d := dst[c*4 : c*4+16]
+		binary.LittleEndian.PutUint64(d, spread(a)|spread(b)<<16)
+		binary.LittleEndian.PutUint64(d[8:], spread(a>>32)|spread(b>>32)<<16)
+	}
+	for c := whole; c < column.n; c++ {
+		copy(dst[c*4:c*4+2], src[c*2:])
+		copy(dst[c*4+2:c*4+4], other[c*2:])
+	}
+}
+
+// unzip2 is the reverse of zip2.
+func unzip2(dst, src []byte, _ int, column, row pair) {
+	other := dst[column.dst:]
+	whole := row.n / 4 * 4
+	for r := 0; r < whole; r += 4 {
+		s := src[r*4 : r*4+16]
+		p, q := binary.LittleEndian.Uint64(s), binary.LittleEndian.Uint64(s[8:])
+		binary.LittleEndian.PutUint64(dst[r*2:], collect(p)|collect(q)<<32)
+		binary.LittleEndian.PutUint64(other[r*2:], collect(p>>16)|collect(q>>16)<<32)
+	}
+	for r := whole; r < row.n; r++ {
+		copy(dst[r*2:r*2+2], src[r*4:])
+		copy(other[r*2:r*2+2], src[r*4+2:])
+	}
+}
+
+// spread puts the two lower numbers of 2 bytes into the even places.
+func spread(x uint64) uint64 { return x&0xffff | x&0xffff0000<<16 }
+
+// collect is the reverse of spread.
+func collect(x uint64) uint64 { return x&0xffff | x>>16&0xffff0000 }
+
+func transpose4(dst, src []byte, unit int, column, row pair) {
 	s := squaresOf(unit, 2, row, column)
 	for first := 0; first < s.wholeColumns; first += line / 4 {
 		end := min(first+line/4, s.wholeColumns)
@@ -80,8 +113,7 @@ func transpose4(dst, src []byte, unit int, loops []pair) {
 	s.edges(dst, src, unit, gather4, column, row)
 }
 
-func transpose8(dst, src []byte, unit int, loops []pair) {
-	column, row := loops[0], loops[1]
+func transpose8(dst, src []byte, unit int, column, row pair) {
 	s := squaresOf(unit, 1, row, column)
 	for first := 0; first < s.wholeColumns; first += line / 8 {
 		end := min(first+line/8, s.wholeColumns)
