@@ -1,12 +1,20 @@
 package layout
 
-import "slices"
+import (
+	"slices"
+
+	"membrane/kvwire"
+)
 
 // part is a window of layers and heads that one writer's shard gives.
 type part struct {
 	writer        int
 	layers, heads [2]int
 }
+
+// maxParts bounds the parts of a plan. A grid of ranks has at most as many as
+// shards; only windows that overlap without order make more.
+const maxParts = 2 * kvwire.MaxShards
 
 // cover chooses which writers give which part of the reader's windows: as few
 // as it can, the first where several hold the same, as when KV heads are
@@ -26,6 +34,9 @@ func cover(to Descriptor, from []Descriptor) ([]part, error) {
 			if best < 0 {
 				return nil, refuse("descriptor.heads",
 					phrase("without head "+show(h)+" of layer "+show(layers[0])), phrase("held by one of the "+show(len(from))+" shards that are given"))
+			}
+			if len(parts) == maxParts {
+				return nil, refuse("shards", phrase("in more than "+show(maxParts)+" pieces"), phrase("windows of layers and heads in a grid"))
 			}
 			end = min(end, to.wire.Heads[1])
 			parts = append(parts, part{best, layers, [2]int{h, end}})

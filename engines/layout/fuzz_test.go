@@ -3,9 +3,11 @@ package layout
 import (
 	"bytes"
 	"encoding/json"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
 
 	"membrane/kvwire"
 )
@@ -99,3 +101,69 @@ func FuzzDescriptors(f *testing.F) {
 		}
 	})
 }
+
+// randomDescriptors draws a reader and writers in any layout with any strides,
+// most of them refused, and moves a page where there is a plan.
+func randomDescriptors(t *rapid.T) {
+	m := kvwire.ModelFacts{
+		WeightsID: "w", DType: "float16", RoPE: "none", Layers: rapid.IntRange(1, 3).Draw(t, "layers"),
+		KVHeads: rapid.IntRange(1, 3).Draw(t, "heads"), HeadSize: rapid.SampledFrom([]int{1, 2, 16, 32}).Draw(t, "dim"),
+		MLA: rapid.Bool().Draw(t, "mla"),
+	}
+	const page = 32
+	draw := func(label string) kvwire.Descriptor {
+		w := kvwire.Descriptor{
+			Layout: rapid.SampledFrom(append(Names(), "own", "own", "own")).Draw(t, label+" layout"), DType: "float16",
+			Packing:     rapid.SampledFrom(append(Packings(), "", "")).Draw(t, label+" packing"),
+			BlockTokens: rapid.SampledFrom([]int{4, 16, 32}).Draw(t, label+" block"),
+			TPSize:      1, PPSize: 1, Layers: [2]int{0, m.Layers}, Heads: [2]int{0, m.KVHeads},
+		}
+		if w.Layout == "own" {
+			w.Packing = ""
+			w.Axes = rapid.Permutation(axisNames[:]).Draw(t, label+" axes")
+			if m.MLA {
+				w.Axes = slices.DeleteFunc(slices.Clone(w.Axes), func(a string) bool { return a == "kv" || a == "head" })
+			}
+			counts := map[string]int{"layer": m.Layers, "kv": 2, "head": m.KVHeads, "token": w.BlockTokens, "dim": m.HeadSize}
+			w.Strides = make([]int64, len(w.Axes))
+			stride := int64(2)
+			for i, a := range slices.Backward(w.Axes) {
+				w.Strides[i] = stride + rapid.SampledFrom([]int64{0, 0, 0, 2, -1}).Draw(t, label+" gap")
+				stride = w.Strides[i] * int64(counts[a])
+			}
+			w.BlockBytes = max(stride, 1)
+			return w
+		}
+		if rapid.Bool().Draw(t, label+" scales") {
+			w.Scales = []kvwire.ScaleArray{{Per: rapid.SampledFrom(sortedKeys(scaleAxes)).Draw(t, label+" per"), DType: "float32"}}
+		}
+		if sized, err := Sized(m, w); err == nil {
+			w = sized
+		}
+		return w
+	}
+	reader, err := Describe(m, draw("reader"), page)
+	if err != nil {
+		return
+	}
+	writer, err := Describe(m, draw("writer"), page)
+	if err != nil {
+		return
+	}
+	p, err := NewPlan(reader, writer)
+	if err != nil {
+		return
+	}
+	src := randomBytes(1, writer.Bytes())
+	got := make([]byte, p.Bytes())
+	if err := p.Run(got, src); err != nil {
+		t.Fatal(err)
+	}
+	if back := translate(t, writer, []Descriptor{reader}, [][]byte{got}); !writer.gaps && !bytes.Equal(src, back) {
+		t.Fatalf("%+v to %+v: there and back differs", writer.wire, reader.wire)
+	}
+}
+
+func TestRandomDescriptors(t *testing.T) { rapid.Check(t, randomDescriptors) }
+
+func FuzzRandomDescriptors(f *testing.F) { f.Fuzz(rapid.MakeFuzz(randomDescriptors)) }

@@ -286,6 +286,33 @@ func TestHeadWindowRefuses(t *testing.T) {
 	assert.ErrorContains(t, err, "descriptor.heads is [0, 2), must be [2, 4)")
 }
 
+func TestPartsHaveALimit(t *testing.T) {
+	m := smallModel()
+	m.Layers, m.KVHeads, m.HeadSize = 200, 8, 1
+	describe := func(layers, heads [2]int) Descriptor {
+		w := smallWire()
+		w.BlockTokens, w.Layers, w.Heads = 1, layers, heads
+		w, err := Sized(m, w)
+		require.NoError(t, err)
+		d, err := Describe(m, w, 1)
+		require.NoError(t, err)
+		return d
+	}
+	reader := describe([2]int{0, 200}, [2]int{0, 8})
+	var writers []Descriptor
+	for h := range 8 {
+		writers = append(writers, describe([2]int{0, 200}, [2]int{h, h + 1}))
+	}
+	for cut := 1; cut < maxParts/8; cut++ {
+		writers = append(writers, describe([2]int{0, cut}, [2]int{7, 8}))
+	}
+	p, err := NewPlan(reader, writers...)
+	require.NoError(t, err)
+	assert.Len(t, p.Needs(), 8)
+	_, err = NewPlan(reader, append(writers, describe([2]int{0, maxParts / 8}, [2]int{7, 8}))...)
+	assert.ErrorContains(t, err, "shards is in more than 1024 pieces")
+}
+
 func TestErrorsAreShort(t *testing.T) {
 	w := smallWire()
 	w.Layout = strings.Repeat("x", 1000)

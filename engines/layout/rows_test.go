@@ -149,8 +149,8 @@ func (o one) shape() shape {
 	return shape{o.wire.BlockTokens, o.blocks(), o.layers(), o.heads(), o.model.HeadSize}
 }
 
-func (o one) element(c, l, h, t, d int) int {
-	return o.at(o.shape(), o.model.MLA, c, l-o.wire.Layers[0], h-o.wire.Heads[0], t, d)
+func (o one) element(s shape, c, l, h, t, d int) int {
+	return o.at(s, o.model.MLA, c, l-o.wire.Layers[0], h-o.wire.Heads[0], t, d)
 }
 
 // reference moves every number of a page by itself, for as many layers, heads
@@ -160,10 +160,11 @@ func reference(t require.TestingT, to one, dst []byte, from []one, srcs [][]byte
 	for l := to.wire.Layers[0]; l < to.wire.Layers[1]; l++ {
 		for h := to.wire.Heads[0]; h < to.wire.Heads[1]; h++ {
 			w := holder(t, from, l, h)
+			into, out := to.shape(), from[w].shape()
 			for c := range to.sides() {
 				for tok := range to.pageTokens {
 					for d := range to.model.HeadSize {
-						i, j := to.element(c, l, h, tok, d)*unit, from[w].element(c, l, h, tok, d)*unit
+						i, j := to.element(into, c, l, h, tok, d)*unit, from[w].element(out, c, l, h, tok, d)*unit
 						copy(dst[i:i+unit], srcs[w][j:j+unit])
 					}
 				}
@@ -185,8 +186,8 @@ func holder(t require.TestingT, from []one, l, h int) int {
 func drawModel(t *rapid.T, latent bool) kvwire.ModelFacts {
 	m := kvwire.ModelFacts{
 		WeightsID: "w", DType: "float32", RoPE: "base=10000", MLA: latent,
-		Layers: rapid.IntRange(1, 5).Draw(t, "layers"), KVHeads: rapid.SampledFrom([]int{1, 2, 3, 4, 8}).Draw(t, "heads"),
-		HeadSize: rapid.SampledFrom([]int{1, 3, 8, 16, 32, 64, 80}).Draw(t, "dim"),
+		Layers: rapid.IntRange(1, 3).Draw(t, "layers"), KVHeads: rapid.IntRange(1, 3).Draw(t, "heads"),
+		HeadSize: rapid.SampledFrom([]int{1, 3, 8, 12, 16, 32, 48}).Draw(t, "dim"),
 	}
 	if latent {
 		m.KVHeads = 1
@@ -196,7 +197,7 @@ func drawModel(t *rapid.T, latent bool) kvwire.ModelFacts {
 
 // pages are the drawn sizes of pages; each drawn block divides each of them.
 var (
-	drawnPages  = []int{32, 64}
+	drawnPages  = []int{32, 64, 96}
 	drawnBlocks = []int{1, 2, 8, 16, 32}
 )
 
