@@ -82,10 +82,37 @@ func (d *Descriptor) resolve() error {
 		if slices.ContainsFunc(d.arrays, func(b array) bool { return b.per == a.per }) {
 			return refuse("descriptor.scales.per", a.per, phrase("given once"))
 		}
+		if end, between := d.between(numbers, a, where); between {
+			spans[0].end = max(spans[0].end, end)
+		} else {
+			spans = append(spans, where)
+		}
 		d.arrays = append(d.arrays, a)
-		spans = append(spans, where)
 	}
 	return d.checkSpans(spans)
+}
+
+// between reports whether scales lie between the numbers, each behind the dims
+// of its token and head as in vLLM's per-token-head caches, without sharing a
+// byte; and where the last of both ends. Where they do not, their spans tell.
+func (d *Descriptor) between(numbers, scales array, where span) (end int64, ok bool) {
+	if scales.per != kvwire.PerTokenHead || d.wire.Packing != "" || where.begin == 0 {
+		return 0, false
+	}
+	n, s := numbers.sides[0], scales.sides[0]
+	strides := []int64{int64(n.layer.stride), 0, int64(n.head.stride), int64(n.token[0].stride)}
+	same := n.layer == s.layer && n.head == s.head && n.token[0] == s.token[0]
+	if last := d.sides() - 1; last > 0 {
+		strides[side] = int64(numbers.sides[last].base - n.base)
+		same = same && strides[side] == int64(scales.sides[last].base-s.base)
+	}
+	dims := int64(d.model.HeadSize-1)*int64(n.inner[0].stride) + int64(numbers.unit)
+	if !same || where.begin < dims {
+		return 0, false
+	}
+	// Together they are one element that each axis has to step over.
+	end, err := d.nested("descriptor.scales", int(where.begin)+scales.unit, []axis{layer, side, head, token}, strides)
+	return end, err == nil
 }
 
 // span is a range of bytes of a block.

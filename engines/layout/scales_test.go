@@ -137,3 +137,49 @@ func TestRawBytesAreTheNumbersThatTheModelNames(t *testing.T) {
 		assert.NoError(t, err, quantization)
 	}
 }
+
+// TestScalesBetweenTheNumbers: vLLM's per-token-head caches keep a scale behind
+// the dims of each token and head.
+func TestScalesBetweenTheNumbers(t *testing.T) {
+	m := quantModel()
+	const block, page, dims = 16, 32, 8
+	cell := int64(dims + 4)
+	w := kvwire.Descriptor{
+		Layout: "vllm-lbhnc-padded", DType: "int8", BlockTokens: block, BlockBytes: 3 * 4 * block * 2 * cell,
+		TPSize: 1, PPSize: 1, Layers: [2]int{0, 3}, Heads: [2]int{0, 4},
+		Axes: []string{"layer", "head", "token", "kv", "dim"}, Strides: []int64{4 * block * 2 * cell, block * 2 * cell, 2 * cell, cell, 1},
+	}
+	scales := kvwire.ScaleArray{
+		Per: kvwire.PerTokenHead, DType: "float32", Offset: dims,
+		Axes: []string{"layer", "head", "token", "kv"}, Strides: []int64{4 * block * 2 * cell, block * 2 * cell, 2 * cell, cell},
+	}
+	w.Scales = []kvwire.ScaleArray{scales}
+	from, err := Describe(m, w, page)
+	require.NoError(t, err)
+	to := withScales(t, "trtllm-hnd", page, page, [2]int{0, 4}, kvwire.PerTokenHead)
+	src := randomBytes(9, from.Bytes())
+	dst := translate(t, to, []Descriptor{from}, [][]byte{src})
+	at := func(l, c, h, tok int) int { return (((l*2+c)*4+h)*page + tok) }
+	for i := range 3 * 2 * 4 * page {
+		l, c, h, tok := i/(2*4*page), i/(4*page)%2, i/page%4, i%page
+		cellAt := tok/block*int(w.BlockBytes) + (((l*4+h)*block+tok%block)*2+c)*int(cell)
+		require.Equal(t, src[cellAt:][:dims], dst[at(l, c, h, tok)*dims:][:dims])
+		require.Equal(t, src[cellAt+dims:][:4], dst[3*2*4*page*dims+at(l, c, h, tok)*4:][:4])
+	}
+	assert.Equal(t, src, translate(t, from, []Descriptor{to}, [][]byte{dst}))
+
+	for name, change := range map[string]func(s *kvwire.ScaleArray){
+		"into the numbers":      func(s *kvwire.ScaleArray) { s.Offset = dims - 1 },
+		"into the next numbers": func(s *kvwire.ScaleArray) { s.Offset = dims + 1 },
+		"another stride":        func(s *kvwire.ScaleArray) { s.Strides = []int64{4 * block * 2 * cell, block * 2 * cell, 2 * cell, 4} },
+		"a scale for all the block": func(s *kvwire.ScaleArray) {
+			s.Per, s.Axes, s.Strides = kvwire.PerHead, []string{"layer", "head", "kv"}, []int64{4 * block * 2 * cell, block * 2 * cell, cell}
+		},
+	} {
+		changed := scales
+		change(&changed)
+		w.Scales = []kvwire.ScaleArray{changed}
+		_, err := Describe(m, w, page)
+		assert.ErrorContains(t, err, "descriptor.scales.offset", name)
+	}
+}

@@ -10,14 +10,6 @@ type digit struct{ n, stride int }
 // so is each part of an axis that a packing has cut.
 type walk []digit
 
-func (w walk) count() int {
-	n := 1
-	for _, d := range w {
-		n *= d.n
-	}
-	return n
-}
-
 // pair is a digit that both sides of a translation share.
 type pair struct{ n, src, dst int }
 

@@ -181,7 +181,9 @@ def names() -> dict[str, Any]:
             {"model": m, "page_tokens": p, "namespace": namespace(m, p).hex()}
             for m, p in ((model, 64), (quantized, 128))
         ],
-        "forms": [{"descriptor": d, "form": form(d).hex()} for d in (packed, canonical, scaled, opaque)],
+        "forms": [
+            {"descriptor": d, "form": form(d).hex()} for d in (packed, canonical, scaled, opaque)
+        ],
     }
 
 

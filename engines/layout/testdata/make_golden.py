@@ -45,13 +45,14 @@ class Out:
         self.cases: list[dict[str, Any]] = []
 
     def add(self, name: str, made_by: str, data: bytes, **facts: Any) -> None:
+        """Write one object down."""
         path = f"{name}.gz"
-        with open(os.path.join(self.folder, path), "wb") as raw:
-            with gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as f:
-                f.write(data)
+        with open(os.path.join(self.folder, path), "wb") as f:
+            f.write(gzip.compress(data, mtime=0))
         self.cases.append({"file": path, "made_by": made_by, **facts})
 
     def close(self) -> None:
+        """Write the manifest."""
         with open(os.path.join(self.folder, f"{self.maker}.json"), "w", encoding="utf-8") as f:
             json.dump(self.cases, f, indent=1)
             f.write("\n")
@@ -77,6 +78,7 @@ def facts(layout: str, dtype: str, shape: tuple[int, int, int, int, int], **more
 
 
 def vllm(out: Out) -> None:
+    """Let the kernels of vLLM's CPU backend write each packing."""
     import torch
     from vllm.platforms import current_platform
 
@@ -95,9 +97,13 @@ def vllm(out: Out) -> None:
         shape = (2, 2, 2, block, dim)
         layers, heads, blocks, _, _ = shape
         size, kind = SIZES[dtype], getattr(torch, dtype)
-        page = torch.from_numpy(
-            numbers(layers * 2 * heads * blocks * block * dim, size).view(f"i{size}")
-        ).view(kind).view(layers, 2, heads, blocks * block, dim)
+        page = (
+            torch.from_numpy(
+                numbers(layers * 2 * heads * blocks * block * dim, size).view(f"i{size}")
+            )
+            .view(kind)
+            .view(layers, 2, heads, blocks * block, dim)
+        )
         data = []
         # Two layers of one backing, blocks 1 and 2 of four.
         cache = torch.zeros(layers, 4, heads, block, 2 * dim, dtype=kind)
@@ -154,15 +160,21 @@ def vllm_views(out: Out) -> None:
     spec = FullAttentionSpec(
         block_size=block, num_kv_heads=heads, head_size=dim, dtype=torch.bfloat16
     )
-    page = torch.from_numpy(
-        numbers(layers * 2 * heads * blocks * block * dim, 2).view("i2")
-    ).view(torch.bfloat16).view(layers, 2, heads, blocks * block, dim)
+    page = (
+        torch.from_numpy(numbers(layers * 2 * heads * blocks * block * dim, 2).view("i2"))
+        .view(torch.bfloat16)
+        .view(layers, 2, heads, blocks * block, dim)
+    )
     for layout in KVCacheLayout:
         strides = compute_layout_strides(spec, 4, layers, layout)
         raw = torch.zeros(4 * layers * spec.page_size_bytes, dtype=torch.int8)
         names = [str(i) for i in range(layers)]
         tensor = KVCacheTensor(
-            size=raw.numel(), layers=names, layer_stride=strides[0], block_stride=strides[1], offset=0
+            size=raw.numel(),
+            layers=names,
+            layer_stride=strides[0],
+            block_stride=strides[1],
+            offset=0,
         )
         views = create_kv_cache_views(raw, spec, 4, layout, tensor)
         for layer, view in enumerate(views):
@@ -195,9 +207,11 @@ def vllm_mla(out: Out) -> None:
     shape = (2, 1, 2, 16, 576)
     layers, _, blocks, block, dim = shape
     spec = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=dim, dtype=torch.bfloat16)
-    page = torch.from_numpy(numbers(layers * blocks * block * dim, 2).view("i2")).view(
-        torch.bfloat16
-    ).view(layers, blocks, block, dim)
+    page = (
+        torch.from_numpy(numbers(layers * blocks * block * dim, 2).view("i2"))
+        .view(torch.bfloat16)
+        .view(layers, blocks, block, dim)
+    )
     for layout in (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC):
         strides = compute_layout_strides(spec, 4, layers, layout)
         raw = torch.zeros(4 * layers * spec.page_size_bytes, dtype=torch.int8)
@@ -224,6 +238,11 @@ def vllm_mla(out: Out) -> None:
 
 
 def sglang(out: Out) -> None:
+    """Put the numbers into real host pools and read their pages as they do.
+
+    The copy from the device into the pool needs a GPU, so `fill` stands in for
+    it, by the axes that the pool's buffer has.
+    """
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host import base
@@ -232,9 +251,11 @@ def sglang(out: Out) -> None:
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
     layers, heads, block, dim = 3, 2, 16, 8
-    page = torch.from_numpy(numbers(layers * 2 * heads * block * dim, 2).view("i2")).view(
-        torch.bfloat16
-    ).view(layers, 2, heads, block, dim)
+    page = (
+        torch.from_numpy(numbers(layers * 2 * heads * block * dim, 2).view("i2"))
+        .view(torch.bfloat16)
+        .view(layers, 2, heads, block, dim)
+    )
     device = MHATokenToKVPool(
         size=128,
         page_size=block,
@@ -273,9 +294,11 @@ def sglang(out: Out) -> None:
             raise AssertionError(f"{layout}: the pool's two readers differ")
 
     dim = 576
-    latent = torch.from_numpy(numbers(layers * block * dim, 2).view("i2")).view(
-        torch.bfloat16
-    ).view(layers, block, dim)
+    latent = (
+        torch.from_numpy(numbers(layers * block * dim, 2).view("i2"))
+        .view(torch.bfloat16)
+        .view(layers, block, dim)
+    )
     device = MLATokenToKVPool(
         size=128,
         page_size=block,
@@ -335,6 +358,7 @@ def fill(pool: Any, layout: str, page: Any, first: int, block: int) -> None:
 
 
 def segments(pointers: list[int], sizes: list[int]) -> bytes:
+    """Return what lies at the addresses that a pool lists for a page."""
     return b"".join(ctypes.string_at(p, n) for p, n in zip(pointers, sizes, strict=True))
 
 
@@ -342,6 +366,7 @@ def segments(pointers: list[int], sizes: list[int]) -> bytes:
 
 
 def shapes(out: Out) -> None:
+    """Lay the numbers out by the shapes that the engines document."""
     layers, heads, blocks, block, dim = shape = (3, 2, 2, 16, 8)
     size = layers * 2 * heads * blocks * block * dim
     page = numbers(size, 1).reshape(layers, 2, heads, blocks, block, dim)
@@ -355,9 +380,7 @@ def shapes(out: Out) -> None:
         ("vllm-packed-hnd", "blhtcd", "vLLM 0.26 to 0.28, (blocks, heads, block, 2 x dim) as HND"),
     ):
         data = page.transpose([names.index(a) for a in axes]).tobytes()
-        out.add(
-            f"{layout}-fp8", f"numpy: {what}", data, **facts(layout, "float8_e4m3fn", shape)
-        )
+        out.add(f"{layout}-fp8", f"numpy: {what}", data, **facts(layout, "float8_e4m3fn", shape))
     dim = 576
     latent = numbers(layers * blocks * block * dim, 1).reshape(layers, blocks, block, dim)
     out.add(
@@ -369,6 +392,7 @@ def shapes(out: Out) -> None:
 
 
 def main() -> None:
+    """Run one maker."""
     maker, folder = sys.argv[1:]
     out = Out(maker, folder)
     {"vllm": vllm, "sglang": sglang, "shapes": shapes}[maker](out)
