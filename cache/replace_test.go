@@ -87,6 +87,8 @@ func TestReplacingLeavesNoGap(t *testing.T) {
 	set(t, s, 1, 0, 4000, Always)
 	var wg sync.WaitGroup
 	done := make(chan struct{})
+	defer wg.Wait()
+	defer close(done)
 	for range 3 {
 		wg.Go(func() {
 			for {
@@ -106,11 +108,10 @@ func TestReplacingLeavesNoGap(t *testing.T) {
 	for i := range 2000 {
 		require.True(t, set(t, s, 1, i, 4000+i, Always).Stored)
 	}
-	v, _ := s.View(one, formA, hash(1), true)
+	v, why := s.View(one, formA, hash(1), true)
+	require.Equal(t, kvwire.ReasonNone, why)
 	assert.Equal(t, content(1999, 5999), v.Bytes(), "the last store is what is there")
 	v.Close()
-	close(done)
-	wg.Wait()
 }
 
 func TestBorrowedBytesCountForTheCap(t *testing.T) {
