@@ -31,27 +31,29 @@ func (s *Space) ReserveAnew(form kvwire.Form, h kvwire.Hash, length int64) (*Slo
 	return s.reserve(whole, form, h, length, true)
 }
 
-// Commit makes bytes that came without a checksum visible under their name: it
-// computes the checksum over the room itself, which from now on nobody may
-// write, and signs it. Where the condition does not hold, the room is given
+// Commit makes bytes that came without a checksum visible under their name,
+// with the one of their parts ([PartSums]) that the caller computed over the
+// room itself, which nobody may write any more. Where the condition does not hold, the room is given
 // back and the result is Exists or [kvwire.ReasonAbsent]. Bytes that are
 // replaced stay for those who view or lease them; nobody finds neither. Any
 // condition but IfAbsent needs a slot of [Space.ReserveAnew].
-func (sl *Slot) Commit(cond Condition) PutResult { return sl.commit(cond, nil) }
+func (sl *Slot) Commit(cond Condition, sum kvwire.Checksum) PutResult {
+	return sl.commit(cond, nil, sum)
+}
 
 // CommitOver is Commit on the condition that what is there is still the object
 // that v views: else Exists or [kvwire.ReasonAbsent].
-func (sl *Slot) CommitOver(v *View) PutResult { return sl.commit(ifSame, v.page) }
+func (sl *Slot) CommitOver(v *View, sum kvwire.Checksum) PutResult {
+	return sl.commit(ifSame, v.page, sum)
+}
 
-func (sl *Slot) commit(cond Condition, over *page) PutResult {
+func (sl *Slot) commit(cond Condition, over *page, sum kvwire.Checksum) PutResult {
 	c := sl.space.c
 	if cond != IfAbsent && sl.shard != whole {
 		sl.Abort()
 		return c.refuse(kvwire.ReasonLayout)
 	}
-	sum := kvwire.Sum(sl.b)
-	auth := c.auth.Sign(sl.Key(), uint64(len(sl.b)), sum)
-	return sl.publishIf(sum, auth, cond, over)
+	return sl.publishIf(object{sum: sum, parts: true}, cond, over)
 }
 
 // Remove drops one page, whatever it holds, under [kvwire.ReasonDeleted], and

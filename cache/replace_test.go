@@ -17,7 +17,7 @@ func set(t require.TestingT, s *Space, i, j, n int, cond Condition) PutResult {
 	require.NoError(t, err)
 	require.NotNil(t, sl, "%+v", res)
 	copy(sl.Bytes(), content(j, n))
-	return sl.Commit(cond)
+	return sl.Commit(cond, SumParts(sl.Bytes()))
 }
 
 func TestReplacedBytesStayForThoseWhoViewThem(t *testing.T) {
@@ -52,7 +52,7 @@ func TestConditionsOfACommit(t *testing.T) {
 		sl, _, err := s.ReserveAnew(formA, hash(1), 100)
 		require.NoError(t, err)
 		copy(sl.Bytes(), content(j, 100))
-		return sl.CommitOver(v)
+		return sl.CommitOver(v, SumParts(sl.Bytes()))
 	}
 	assert.True(t, over(4).Stored)
 	assert.True(t, over(5).Exists, "the object of the view is replaced already")
@@ -66,11 +66,11 @@ func TestConditionsOfACommit(t *testing.T) {
 	// Shards are never replaced one by one.
 	sl, _, err := s.Reserve(kvwire.Shard{Count: 2}, formA, hash(2), 10)
 	require.NoError(t, err)
-	assert.Equal(t, kvwire.ReasonLayout, sl.Commit(Always).Reason)
+	assert.Equal(t, kvwire.ReasonLayout, sl.Commit(Always, 0).Reason)
 
 	// An incomplete page can be removed, and was not held.
 	sl, _, _ = s.Reserve(kvwire.Shard{Count: 2}, formA, hash(2), 10)
-	require.True(t, sl.Commit(IfAbsent).Stored)
+	require.True(t, sl.Commit(IfAbsent, 0).Stored)
 	assert.False(t, s.Remove(formA, hash(2)))
 	st := c.Stats()
 	assert.EqualValues(t, 2, st.Evictions[kvwire.ReasonDeleted])

@@ -149,7 +149,7 @@ func (sl *Slot) Bytes() []byte { return sl.b }
 func (sl *Slot) Publish(want kvwire.Checksum, auth kvwire.Auth) PutResult {
 	c := sl.space.c
 	c.counters.verified.Add(1)
-	bad := guard.publishSum() && !intact(sl.b, want)
+	bad := guard.publishSum() && !intact(sl.b, want, false)
 	if bad || guard.publishAuth() && !c.auth.Verify(sl.Key(), uint64(len(sl.b)), want, auth) {
 		sl.Abort()
 		return c.refuse(kvwire.ReasonCorrupt)
@@ -177,12 +177,13 @@ func (c *Cache) abort(sl *Slot) {
 
 // publish enters the object into the table unless it is there.
 func (sl *Slot) publish(sum kvwire.Checksum, auth kvwire.Auth) PutResult {
-	return sl.publishIf(sum, auth, IfAbsent, nil)
+	return sl.publishIf(object{sum: sum, auth: auth}, IfAbsent, nil)
 }
 
-// publishIf enters the object into the table if the condition holds for what
-// is there under its name; over is the page that IfSame means.
-func (sl *Slot) publishIf(sum kvwire.Checksum, auth kvwire.Auth, cond Condition, over *page) PutResult {
+// publishIf enters the object, of which o has the checksum, into the table if
+// the condition holds for what is there under its name; over is the page that
+// ifSame means.
+func (sl *Slot) publishIf(o object, cond Condition, over *page) PutResult {
 	s, c := sl.space, sl.space.c
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -207,14 +208,15 @@ func (sl *Slot) publishIf(sum kvwire.Checksum, auth kvwire.Auth, cond Condition,
 		c.abort(sl)
 		return c.refuse(why)
 	}
-	c.enterObject(s, sl, object{sum: sum, auth: auth, slot: sl.at, len: uint32(len(sl.b)), shard: sl.shard.Index})
+	o.slot, o.len, o.shard = sl.at, uint32(len(sl.b)), sl.shard.Index
+	c.enterObject(s, sl, o)
 	sl.b = nil
 	c.open--
 	c.counters.puts.Add(1)
 	if c.unsettled() {
 		c.wake()
 	}
-	return PutResult{Stored: true, Sum: sum}
+	return PutResult{Stored: true, Sum: o.sum}
 }
 
 // enterObject adds an object to its page, which then is new in the window or
@@ -246,7 +248,7 @@ func (c *Cache) enterObject(s *Space, sl *Slot, o object) {
 	}
 	c.objects++
 	c.resident += o.slot.size()
-	if f.complete() {
+	if f.complete() && !f.local() {
 		c.feed.put(change{page: p, form: f.form, kind: Added})
 	}
 }

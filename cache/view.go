@@ -9,7 +9,11 @@ type View struct {
 	b    []byte
 	sum  kvwire.Checksum
 	auth kvwire.Auth
-	pin  bool // counts for the cap of leases and pins
+	form kvwire.Form
+	// shard of page.
+	shard uint16
+	parts bool // sum is of parts
+	pin   bool // counts for the cap of leases and pins
 }
 
 // View returns an object of a page that is held complete in the given form,
@@ -55,7 +59,7 @@ func (s *Space) view(v *View, shard kvwire.Shard, form kvwire.Form, h kvwire.Has
 		return c.miss(why)
 	}
 	o := &objs[shard.Index]
-	*v = View{c: c, page: p, b: c.arena.Bytes(o.slot.off, int64(o.len)), sum: o.sum, auth: o.auth, pin: pin}
+	*v = View{c: c, page: p, b: c.arena.Bytes(o.slot.off, int64(o.len)), sum: o.sum, auth: o.auth, form: form, shard: shard.Index, parts: o.parts, pin: pin}
 	if pin {
 		c.pin(p)
 	} else {
@@ -64,13 +68,9 @@ func (s *Space) view(v *View, shard kvwire.Shard, form kvwire.Form, h kvwire.Has
 	c.open++
 	c.mu.Unlock()
 	if verify {
-		c.counters.verified.Add(1)
-		if !intact(v.b, v.sum) {
-			c.mu.Lock()
-			c.condemn(p, form, int(shard.Index))
-			c.mu.Unlock()
+		if !v.judge(intact(v.b, v.sum, v.parts)) {
 			v.Close()
-			return c.miss(kvwire.ReasonCorrupt)
+			return kvwire.ReasonCorrupt
 		}
 	}
 	c.counters.views.Add(1)
@@ -90,6 +90,28 @@ func (v *View) Sum() kvwire.Checksum { return v.sum }
 
 // Auth returns the authenticator with which the object was stored.
 func (v *View) Auth() kvwire.Auth { return v.auth }
+
+// Local reports whether the object is this node's alone: see [PartSums].
+func (v *View) Local() bool { return v.parts }
+
+// Check is for a reader who looks at the bytes anyway and has computed their
+// checksum with [PartSums] as he did, if it was stored so. It reports whether
+// the bytes are right; wrong ones are quarantined and counted as a miss.
+func (v *View) Check(sum kvwire.Checksum) bool { return v.judge(sum == v.sum) }
+
+// judge counts a checksum that was computed, and condemns the object if it was
+// wrong.
+func (v *View) judge(right bool) bool {
+	v.c.counters.verified.Add(1)
+	if right {
+		return true
+	}
+	v.c.mu.Lock()
+	v.c.condemn(v.page, v.form, int(v.shard))
+	v.c.mu.Unlock()
+	v.c.miss(kvwire.ReasonCorrupt)
+	return false
+}
 
 // Close lets go of the object. It does nothing the second time.
 func (v *View) Close() {

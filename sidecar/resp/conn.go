@@ -42,7 +42,7 @@ type conn struct {
 }
 
 func newConn(s *Server, nc *net.TCPConn) (*conn, error) {
-	sock, err := newSock(nc)
+	sock, err := newSock(nc, s.lanes)
 	if err != nil {
 		return nil, err
 	}

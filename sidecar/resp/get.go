@@ -8,18 +8,24 @@ import (
 )
 
 // load puts the view of a value into the writer's next place and returns the
-// value, or the reason why there is none. The bytes were checked.
+// value, or the reason why there is none. Bytes of one part were checked, the
+// writer checks longer ones as it sends them.
 func (c *conn) load(k *key) ([]byte, kvwire.Reason) {
 	v := c.out.next()
-	why := c.space.Borrow(v, k.shard, form, k.hash, true)
+	why := c.space.Borrow(v, k.shard, form, k.hash, false)
 	if why == kvwire.ReasonPinned && c.out.held > 0 {
 		_ = c.out.flush() // what this connection holds itself
 		v = c.out.next()
-		why = c.space.Borrow(v, k.shard, form, k.hash, true)
+		why = c.space.Borrow(v, k.shard, form, k.hash, false)
 	}
 	if why != kvwire.ReasonNone {
 		c.s.count.miss(why)
 		return nil, why
+	}
+	if b := v.Bytes(); len(b) <= cache.PartSize && guard.getSum() && !v.Check(cache.SumParts(b)) {
+		v.Close()
+		c.s.count.miss(kvwire.ReasonCorrupt)
+		return nil, kvwire.ReasonCorrupt
 	}
 	h, err := parseHeader(v.Bytes())
 	if err != nil || h.size > len(v.Bytes()) {
@@ -92,10 +98,17 @@ func getRange(c *conn) {
 		to += n
 	}
 	if to = min(to, n-1); from > to {
-		c.out.value(nil)
+		from, to = 0, -1
+	}
+	// What is checked is the whole value, so a part of one that is longer is
+	// checked beforehand.
+	if v := c.out.next(); len(v.Bytes()) > cache.PartSize && !v.Check(cache.SumParts(v.Bytes())) {
+		v.Close()
+		c.s.count.miss(kvwire.ReasonCorrupt)
+		c.out.bulk("")
 		return
 	}
-	c.out.value(b[from : to+1])
+	c.out.part(b[from : to+1])
 }
 
 const errNumber = "ERR value is not an integer or out of range"
@@ -261,7 +274,7 @@ func (c *conn) renew(v *cache.View, k *key, at int64) (done bool, n int64, bad s
 	}
 	copy(slot.Bytes(), v.Bytes())
 	putHeader(slot.Bytes(), k, at)
-	switch res = slot.CommitOver(v); {
+	switch res = slot.CommitOver(v, cache.SumParts(slot.Bytes())); {
 	case res.Stored:
 		return true, 1, ""
 	case res.Exists:

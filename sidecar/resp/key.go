@@ -64,7 +64,7 @@ func parseKey(text []byte) key {
 		k.kind = pairMetadata
 	}
 	switch {
-	case half && isPair(base):
+	case half && isPair(base) && guard.pairHidden():
 		// The bytes are shard 0, which is the one that counts as looked up.
 		k.text, k.shard = base, kvwire.Shard{Index: uint16(k.kind - pairBytes), Count: 2}
 	case isChunk(text):

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -43,6 +44,7 @@ type Server struct {
 	maxValue   int64 // the longest value, in bytes
 	maxPending int
 	receiving  *semaphore.Weighted // bytes of slots that are being filled
+	lanes      chan struct{}       // a token for each long value on its way out
 
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
@@ -74,6 +76,7 @@ func New(cfg Config) (*Server, error) {
 		cfg: cfg, count: newCounters(cfg.Metrics), started: time.Now(),
 		maxValue:   min(kvwire.MaxObject, quarter) - headerFixed - MaxKey - headerStep,
 		maxPending: int(min(maxPending, quarter/2)), receiving: semaphore.NewWeighted(quarter),
+		lanes: make(chan struct{}, runtime.GOMAXPROCS(0)+1),
 		conns: make(map[*conn]struct{}), from: make(map[netip.Addr]int),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())

@@ -25,18 +25,28 @@ type sock struct {
 	out     []unix.Iovec
 	hdr     unix.Msghdr
 	wait    bool
+	lanes   chan struct{}
+	inLane  bool
 	n       int
 	errno   syscall.Errno
 	receive func(fd uintptr) bool
 	send    func(fd uintptr) bool
 }
 
-func newSock(nc *net.TCPConn) (*sock, error) {
+// newSock returns the socket of a connection; lanes may be nil. What is on its
+// way between two processes of one machine needs no more of a buffer than stays
+// in the processor's caches; the kernel's own choice grows to megabytes.
+func newSock(nc *net.TCPConn, lanes chan struct{}) (*sock, error) {
 	raw, err := nc.SyscallConn()
 	if err != nil {
 		return nil, err
 	}
-	s := &sock{nc: nc, raw: raw}
+	s := &sock{nc: nc, raw: raw, lanes: lanes}
+	if a, ok := nc.RemoteAddr().(*net.TCPAddr); ok && a.IP.IsLoopback() {
+		if err := nc.SetWriteBuffer(loopbackBuffer); err != nil {
+			return nil, err
+		}
+	}
 	s.receive = func(fd uintptr) bool {
 		for {
 			n, _, e := syscall.Syscall6(unix.SYS_RECVFROM, fd, uintptr(unsafe.Pointer(unsafe.SliceData(s.in))), uintptr(len(s.in)), unix.MSG_DONTWAIT, 0, 0)
@@ -81,34 +91,58 @@ func (s *sock) read(p []byte) (int, error) {
 // length of timeout. It changes iov.
 func (s *sock) writev(iov []unix.Iovec, timeout time.Duration) error {
 	s.wait = false
+	limit := timeout
 	for len(iov) > 0 {
 		s.out = iov[:min(len(iov), maxIov)]
 		err := s.raw.Write(s.send)
 		s.out = nil
-		if err != nil {
+		switch {
+		case err != nil && s.inLane && isTimeout(err):
+			s.leave() // others need not wait for a slow reader
+			s.errno, limit = syscall.EAGAIN, timeout-lanePatience
+		case err != nil:
 			return err
-		}
-		if s.errno == syscall.EAGAIN {
-			s.wait = true
-			if err := s.nc.SetWriteDeadline(time.Now().Add(timeout)); err != nil {
-				return err
+		case s.errno == 0:
+			iov = advance(iov, s.n)
+			limit = timeout
+			if !s.wait {
+				continue
 			}
-			continue
-		}
-		if s.errno != 0 {
+		case s.errno != syscall.EAGAIN:
 			return os.NewSyscallError("sendmsg", s.errno)
 		}
-		iov = advance(iov, s.n)
-		if s.wait && len(iov) > 0 {
-			if err := s.nc.SetWriteDeadline(time.Now().Add(timeout)); err != nil {
-				return err
-			}
+		s.wait = true
+		if s.inLane {
+			limit = lanePatience
+		}
+		if len(iov) > 0 {
+			err = s.nc.SetWriteDeadline(time.Now().Add(limit))
+		}
+		if err != nil && !isTimeout(err) {
+			return err
 		}
 	}
 	if s.wait {
 		return s.nc.SetWriteDeadline(time.Time{})
 	}
 	return nil
+}
+
+// enter waits for a lane: only so many long values are on their way at a time,
+// so that what is copied to and from the sockets' buffers stays in the
+// processor's caches. Whoever does not read gives his up.
+func (s *sock) enter() {
+	if s.lanes != nil {
+		s.lanes <- struct{}{}
+		s.inLane = true
+	}
+}
+
+func (s *sock) leave() {
+	if s.inLane {
+		s.inLane = false
+		<-s.lanes
+	}
 }
 
 // maxIov is the most elements that the kernel takes (IOV_MAX).

@@ -3,9 +3,8 @@ package resp
 import (
 	"context"
 	"fmt"
+	"sync"
 	"time"
-
-	"github.com/zeebo/xxh3"
 
 	"membrane/cache"
 	"membrane/kvwire"
@@ -20,8 +19,9 @@ type incoming struct {
 	room   int64 // of Server.receiving
 	header int
 	length int64
-	exists bool // an immutable value is here already
-	same   bool // and has these bytes
+	sums   cache.PartSums
+	exists bool            // an immutable value is here already
+	have   kvwire.Checksum // its checksum
 	bad    string
 }
 
@@ -42,7 +42,8 @@ func (v *incoming) abort() {
 // here where v.exists says so.
 func (c *conn) prepare(name []byte, n int64) {
 	v := &c.store
-	*v = incoming{s: c.s, length: n}
+	*v = incoming{s: c.s, length: n, sums: v.sums}
+	v.sums.Reset()
 	if n > c.s.maxValue {
 		c.s.count.refuse(kvwire.ReasonTooLarge)
 		v.bad = fmt.Sprintf("ERR value of %d bytes is above the limit of %d", n, c.s.maxValue)
@@ -68,6 +69,7 @@ func (c *conn) prepare(name []byte, n int64) {
 		v.slot, res, err = c.space.ReserveAnew(form, v.k.hash, total)
 	}
 	if v.slot != nil {
+		putHeader(v.slot.Bytes(), &v.k, 0)
 		return
 	}
 	v.abort()
@@ -75,7 +77,7 @@ func (c *conn) prepare(name []byte, n int64) {
 	case err != nil:
 		v.bad = "ERR " + err.Error()
 	case res.Exists:
-		v.exists = true
+		v.exists, v.have = true, res.Sum
 	default:
 		v.bad = c.refused(res.Reason)
 	}
@@ -118,24 +120,48 @@ func (c *conn) receive(name []byte, n int64) error {
 	c.s.count.received.AddInt64(n)
 	switch {
 	case v.slot != nil:
-		return c.in.full(v.slot.Bytes()[v.header:])
+		return c.parts(v.slot.Bytes())
 	case v.exists:
-		return c.compare(n)
+		return c.compare()
 	}
 	return c.in.skip(n)
 }
 
-// compare reads a value that is here already and finds out whether it is the
-// same.
-func (c *conn) compare(n int64) error {
-	v := &c.store
-	sum := xxh3.New()
-	_, _ = sum.Write(c.sameHeader())
-	if err := c.in.each(n, func(b []byte) { _, _ = sum.Write(b) }); err != nil {
-		return err
+// parts reads a value into its slot behind the header, and takes the checksum
+// of each part as soon as it is here.
+func (c *conn) parts(slot []byte) error {
+	at := c.store.header
+	for i := 0; i*cache.PartSize < len(slot); i++ {
+		end := min((i+1)*cache.PartSize, len(slot))
+		if err := c.in.full(slot[at:end]); err != nil {
+			return err
+		}
+		c.store.sums.Set(i, slot[i*cache.PartSize:end])
+		at = end
 	}
-	v.same = c.isSame(kvwire.Checksum(sum.Sum64()))
 	return nil
+}
+
+// scratch is for the parts of values that are here already.
+var scratch = sync.Pool{New: func() any { return new([cache.PartSize]byte) }}
+
+// compare reads a value that is here already and takes its checksum.
+func (c *conn) compare() error {
+	v := &c.store
+	b := scratch.Get().(*[cache.PartSize]byte)
+	defer scratch.Put(b)
+	at, left := copy(b[:], c.sameHeader()), v.length
+	for i := 0; ; i++ {
+		n := min(left, int64(len(b)-at))
+		if err := c.in.full(b[at : at+int(n)]); err != nil {
+			return err
+		}
+		v.sums.Set(i, b[:at+int(n)])
+		if left -= n; left == 0 {
+			return nil
+		}
+		at = 0
+	}
 }
 
 // sameHeader returns the header that the value has which is here, or, while
@@ -147,18 +173,6 @@ func (c *conn) sameHeader() []byte {
 		putHeader(b, &v.k, 0)
 	}
 	return b
-}
-
-// isSame asks for the checksum of what is here, which a store that is refused
-// tells.
-func (c *conn) isSame(sum kvwire.Checksum) bool {
-	v := &c.store
-	slot, res, err := c.space.Reserve(v.k.shard, form, v.k.hash, 1)
-	if slot != nil { // it has left meanwhile
-		slot.Abort()
-		return true
-	}
-	return err == nil && res.Exists && res.Sum == sum
 }
 
 // take is receive for a value that is here already.
@@ -173,8 +187,9 @@ func (c *conn) take(name, value []byte) {
 	switch {
 	case v.slot != nil:
 		copy(v.slot.Bytes()[v.header:], value)
+		v.sums.Set(0, v.slot.Bytes()) // an inline command is shorter than a part
 	case v.exists:
-		v.same = c.isSame(kvwire.Sum(append(c.sameHeader(), value...)))
+		v.sums.Set(0, append(c.sameHeader(), value...))
 	}
 }
 
@@ -195,29 +210,32 @@ func (c *conn) commit(cond cache.Condition, expires int64) (outcome, string) {
 	case v.bad != "":
 		return failed, v.bad
 	case v.exists:
-		return c.existing(cond, v.same)
+		return c.existing(cond, v.have)
 	}
-	putHeader(v.slot.Bytes(), &v.k, expires)
+	if expires != 0 {
+		b := v.slot.Bytes()
+		putHeader(b, &v.k, expires)
+		v.sums.Set(0, b[:min(len(b), cache.PartSize)])
+	}
 	if cond != cache.Always {
 		c.expire(&v.k)
 	}
-	if v.k.immutable() {
-		if cond == cache.IfHeld && !c.held(&v.k) {
+	slot := v.slot
+	v.slot = nil
+	if !v.k.immutable() {
+		res := slot.Commit(cond, v.sums.Sum())
+		if res.Exists || res.Reason == kvwire.ReasonAbsent {
 			return unmet, ""
-		}
-		sum := v.slot
-		v.slot = nil
-		res := sum.Commit(cache.IfAbsent)
-		if res.Exists { // somebody was faster, most likely with the same bytes
-			return c.existing(cond, true)
 		}
 		return c.result(res)
 	}
-	slot := v.slot
-	v.slot = nil
-	res := slot.Commit(cond)
-	if res.Exists || res.Reason == kvwire.ReasonAbsent {
+	if cond == cache.IfHeld { // it was not when this value came
+		slot.Abort()
 		return unmet, ""
+	}
+	res := slot.Commit(cache.IfAbsent, v.sums.Sum())
+	if res.Exists { // somebody was faster
+		return c.existing(cond, res.Sum)
 	}
 	return c.result(res)
 }
@@ -230,10 +248,10 @@ func (c *conn) result(res cache.PutResult) (outcome, string) {
 	return stored, ""
 }
 
-// existing counts a store of an immutable value that is here already.
-func (c *conn) existing(cond cache.Condition, same bool) (outcome, string) {
+// existing counts a store of an immutable value of which one is here already.
+func (c *conn) existing(cond cache.Condition, have kvwire.Checksum) (outcome, string) {
 	c.s.count.existing.Inc()
-	if !same {
+	if have != c.store.sums.Sum() {
 		c.s.count.conflicts.Inc()
 	}
 	if cond == cache.IfAbsent {

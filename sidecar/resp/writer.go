@@ -1,12 +1,14 @@
 package resp
 
 import (
+	"errors"
 	"strconv"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"membrane/cache"
+	"membrane/kvwire"
 )
 
 // writer gathers replies and writes them in one go, values from where they
@@ -22,6 +24,7 @@ type writer struct {
 	views   [maxViews]cache.View
 	held    int // of views
 	pending int // bytes of values in the vector
+	sums    cache.PartSums
 	err     error
 }
 
@@ -30,17 +33,11 @@ func (w *writer) empty() bool { return len(w.text) == 0 && len(w.vector) == 0 }
 // flush writes everything and lets go of the values.
 func (w *writer) flush() error {
 	w.cut()
-	if w.err == nil && len(w.vector) > 0 {
-		if w.err = w.sock.writev(w.vector, w.s.cfg.writeTimeout); w.err != nil && isTimeout(w.err) {
-			w.s.count.slow.Inc()
-		}
-	}
+	w.send()
 	for i := range w.held {
 		w.views[i].Close()
 	}
 	w.s.count.sent.Add(w.pending)
-	clear(w.vector)
-	w.vector = w.vector[:0]
 	w.text, w.mark, w.held, w.pending = w.text[:0], 0, 0, 0
 	return w.err
 }
@@ -139,7 +136,7 @@ func (w *writer) bulk(text string) {
 	w.raw("\r\n")
 }
 
-// next returns the place for a view of what [writer.value] then writes, with
+// next returns the place for a view of what value or part then writes, with
 // nothing else in between, after it made room for it.
 func (w *writer) next() *cache.View {
 	if w.held == maxViews || w.pending >= w.s.maxPending {
@@ -149,8 +146,49 @@ func (w *writer) next() *cache.View {
 	return &w.views[w.held]
 }
 
-// value writes b, which lies in the view of next, and takes the view over.
+// value writes b, which ends the view of next, and takes the view over. A value
+// of several parts is sent at once, each part as soon as its checksum is
+// taken, while it is in the processor's cache; the last only if the checksum
+// of all is right. If not, the connection ends without it, so that nobody ever
+// has the whole of a value that is wrong.
 func (w *writer) value(b []byte) {
+	v := &w.views[w.held]
+	all := v.Bytes()
+	if len(all) <= cache.PartSize {
+		w.part(b)
+		return
+	}
+	w.number('$', int64(len(b)))
+	w.cut()
+	w.held++
+	w.pending += len(b)
+	w.sums.Reset()
+	w.sock.enter()
+	defer w.sock.leave()
+	at := len(all) - len(b)
+	for i := 0; w.err == nil; i++ {
+		end := min((i+1)*cache.PartSize, len(all))
+		w.sums.Set(i, all[i*cache.PartSize:end])
+		w.put(all[at:end])
+		at = end
+		if at == len(all) {
+			break
+		}
+		w.send()
+	}
+	if w.err == nil && guard.getSum() && !v.Check(w.sums.Sum()) {
+		w.s.count.miss(kvwire.ReasonCorrupt)
+		w.err = errCorrupt
+	}
+	w.text = append(w.text, '\r', '\n')
+	_ = w.flush() // the error stays
+}
+
+var errCorrupt = errors.New("cannot send the end of a value: its checksum is wrong")
+
+// part writes b, which lies in the view of next and was checked, and takes the
+// view over.
+func (w *writer) part(b []byte) {
 	v := &w.views[w.held]
 	w.number('$', int64(len(b)))
 	if len(b) <= copyBelow {
@@ -164,4 +202,15 @@ func (w *writer) value(b []byte) {
 	w.pending += len(b)
 	w.held++
 	w.text = append(w.text, '\r', '\n')
+}
+
+// send writes what is in the vector, and keeps text and views.
+func (w *writer) send() {
+	if w.err == nil && len(w.vector) > 0 {
+		if w.err = w.sock.writev(w.vector, w.s.cfg.writeTimeout); w.err != nil && isTimeout(w.err) {
+			w.s.count.slow.Inc()
+		}
+	}
+	clear(w.vector)
+	w.vector = w.vector[:0]
 }
