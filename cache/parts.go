@@ -35,12 +35,14 @@ func (s *PartSums) Sum() kvwire.Checksum { return kvwire.Sum(s.sums) }
 
 // SumParts returns the checksum of b by its parts.
 func SumParts(b []byte) kvwire.Checksum {
-	var room [64 * 8]byte // objects of up to 16 MiB without an allocation
-	s := PartSums{room[:0]}
-	for i := 0; len(b) > 0; i++ {
-		part := b[:min(len(b), PartSize)]
-		s.Set(i, part)
-		b = b[len(part):]
+	if len(b) <= PartSize { // most objects, without an allocation
+		var one [8]byte
+		binary.LittleEndian.PutUint64(one[:], uint64(kvwire.Sum(b)))
+		return kvwire.Sum(one[:])
+	}
+	var s PartSums
+	for i := 0; i*PartSize < len(b); i++ {
+		s.Set(i, b[i*PartSize:min((i+1)*PartSize, len(b))])
 	}
 	return s.Sum()
 }
