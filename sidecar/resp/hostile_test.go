@@ -140,7 +140,10 @@ func TestLongPipelines(t *testing.T) {
 	n := start(t, 16<<20)
 	before := heap()
 	c := n.dial(t)
-	const many = 100_000
+	many := 100_000
+	if raceOn {
+		many /= 10
+	}
 	go func() {
 		var b bytes.Buffer
 		for i := range many {

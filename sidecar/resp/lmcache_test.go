@@ -2,6 +2,7 @@ package resp
 
 import (
 	"fmt"
+	"io"
 	"strings"
 	"testing"
 
@@ -68,11 +69,8 @@ func TestAdapterTranscript(t *testing.T) {
 		t.Helper()
 		c.send([]byte(request))
 		got := make([]byte, len(reply))
-		for i := range got {
-			b, err := c.r.ReadByte()
-			require.NoError(t, err)
-			got[i] = b
-		}
+		_, err := io.ReadFull(c.r, got)
+		require.NoError(t, err)
 		require.True(t, reply == string(got), "%.80q, got %.80q", request, got)
 		require.Zero(t, c.r.Buffered())
 	}

@@ -27,6 +27,7 @@ type sock struct {
 	wait    bool
 	lanes   chan struct{}
 	inLane  bool
+	waits   int // in the lane
 	n       int
 	errno   syscall.Errno
 	receive func(fd uintptr) bool
@@ -112,6 +113,9 @@ func (s *sock) writev(iov []unix.Iovec, timeout time.Duration) error {
 			return os.NewSyscallError("sendmsg", s.errno)
 		}
 		s.wait = true
+		if s.waits++; s.inLane && s.waits > laneWaits {
+			s.leave()
+		}
 		if s.inLane {
 			limit = lanePatience
 		}
@@ -134,7 +138,7 @@ func (s *sock) writev(iov []unix.Iovec, timeout time.Duration) error {
 func (s *sock) enter() {
 	if s.lanes != nil {
 		s.lanes <- struct{}{}
-		s.inLane = true
+		s.inLane, s.waits = true, 0
 	}
 }
 
