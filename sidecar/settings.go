@@ -193,22 +193,16 @@ func (s *Settings) Validate() error {
 	if !isLoopback(s.Host) && s.APIKeyFile == "" {
 		return bad("host", s.Host, "listens beyond loopback, which needs --api-key-file (membrane keys generate)")
 	}
-	if s.EngineAddr != engineAddrOff {
-		host, err := checkAddr("engine-addr", s.EngineAddr)
+	for _, l := range []struct{ flag, addr, off string }{{"engine-addr", s.EngineAddr, engineAddrOff}, {"resp-addr", s.RESPAddr, ""}} {
+		if l.addr == l.off {
+			continue
+		}
+		host, err := checkAddr(l.flag, l.addr)
 		if err != nil {
 			return err
 		}
 		if !isLoopback(host) && s.APIKeyFile == "" {
-			return bad("engine-addr", s.EngineAddr, "listens beyond loopback, which needs --api-key-file (membrane keys generate)")
-		}
-	}
-	if s.RESPAddr != "" {
-		host, err := checkAddr("resp-addr", s.RESPAddr)
-		if err != nil {
-			return err
-		}
-		if !isLoopback(host) && s.APIKeyFile == "" {
-			return bad("resp-addr", s.RESPAddr, "listens beyond loopback, which needs --api-key-file (membrane keys generate)")
+			return bad(l.flag, l.addr, "listens beyond loopback, which needs --api-key-file (membrane keys generate)")
 		}
 	}
 	if err := auth.CheckSubject(s.EngineTenant); err != nil {

@@ -28,8 +28,6 @@ type writer struct {
 	err     error
 }
 
-func (w *writer) empty() bool { return len(w.text) == 0 && len(w.vector) == 0 }
-
 // flush writes everything and lets go of the values.
 func (w *writer) flush() error {
 	w.cut()

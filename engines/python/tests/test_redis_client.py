@@ -26,8 +26,9 @@ def port(tmp_path: Path) -> Iterator[int]:
     if not _BIN:
         pytest.skip("MEMBRANE_BIN names no binary")
     port = _free_port()
-    args = [_BIN, "serve", "--port", "0", "--engine-addr", "off", "--engine-socket", str(tmp_path / "s")]
-    args += ["--resp-addr", f"127.0.0.1:{port}", "--memory", "64MiB", "--log-level", "warn"]
+    args = [_BIN, "serve", "--port", "0", "--engine-addr", "off", "--log-level", "warn"]
+    args += ["--engine-socket", str(tmp_path / "s"), "--memory", "64MiB"]
+    args += ["--resp-addr", f"127.0.0.1:{port}"]
     process = subprocess.Popen(args)
     try:
         deadline = time.monotonic() + 20
@@ -36,7 +37,8 @@ def port(tmp_path: Path) -> Iterator[int]:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()
                 break
             except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, "the sidecar does not start"
+                assert process.poll() is None, "the sidecar does not start"
+                assert time.monotonic() < deadline, "the sidecar does not listen"
                 time.sleep(0.01)
         yield port
     finally:
