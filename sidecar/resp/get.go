@@ -30,7 +30,7 @@ func (c *conn) load(k *key) ([]byte, kvwire.Reason) {
 	h, err := parseHeader(v.Bytes())
 	if err != nil || h.size > len(v.Bytes()) {
 		why = kvwire.ReasonCorrupt
-	} else if h.expires != 0 && h.expired(time.Now()) {
+	} else if h.expires != 0 && h.expired(time.Now()) || k.shard.Count > 1 && c.expired(k) {
 		why = kvwire.ReasonAbsent
 	}
 	if why != kvwire.ReasonNone {
@@ -149,9 +149,7 @@ func exists(c *conn) {
 			continue
 		}
 		c.s.count.miss(why)
-		if k.kind != pairMetadata || why != kvwire.ReasonAbsent {
-			c.touch(&k)
-		}
+		c.touch(&k)
 	}
 	c.out.integer(n)
 }

@@ -141,6 +141,30 @@ func TestPairIsHiddenUntilComplete(t *testing.T) {
 	assert.Zero(t, n.counter("conflicts_total"))
 }
 
+// A pair whose one half expires is gone, and can be stored again.
+func TestPairsExpireTogether(t *testing.T) {
+	t.Parallel()
+	n := start(t, 16<<20)
+	c := n.dial(t)
+	bytesKey, metaKey := pairKey+"kv_bytes", pairKey+"metadata"
+	for _, mortal := range []string{bytesKey, metaKey} {
+		for _, name := range []string{bytesKey, metaKey} {
+			args := []string{"SET", name, "value"}
+			if name == mortal {
+				args = append(args, "PX", "20")
+			}
+			c.want("+OK\r\n", args...)
+		}
+		require.Eventually(t, func() bool { return c.do("EXISTS", bytesKey, metaKey) == ":0\r\n" }, timeout, tick)
+		c.want("*2\r\n$-1\r\n$-1\r\n", "MGET", metaKey, bytesKey)
+		c.want("+OK\r\n", "SET", bytesKey, "new")
+		c.want("+OK\r\n", "SET", metaKey, "new", "EX", "100")
+		c.want(bulk("new"), "GET", bytesKey)
+		c.want(":2\r\n", "EXISTS", bytesKey, metaKey)
+		c.want(":1\r\n", "DEL", metaKey)
+	}
+}
+
 // Invariant 3: what leaves, leaves whole and for a counted reason.
 func TestPairsLeaveTogether(t *testing.T) {
 	t.Parallel()

@@ -116,6 +116,10 @@ func (c *conn) names(hashes []kvwire.Hash, pattern []byte) []string {
 		}
 		kinds := []kind{head.kind}
 		if head.kind >= pairBytes {
+			k := key{kind: head.kind, shard: kvwire.Shard{Count: 2}, hash: h}
+			if !c.held(&k) {
+				continue // the other half has expired
+			}
 			kinds = []kind{pairBytes, pairMetadata}
 		}
 		for _, k := range kinds {

@@ -267,10 +267,22 @@ func (c *conn) held(k *key) bool {
 }
 
 // head returns the header of a value and the value's length, or why it is not
-// here.
+// here. Of a value whose time has come it returns the header that says so,
+// which of a pair may be the other half's.
 func (c *conn) head(k *key) (header, int64, kvwire.Reason) {
+	h, length, why := c.half(k, k.shard)
+	if why == kvwire.ReasonNone && k.shard.Count > 1 {
+		other := kvwire.Shard{Index: 1 - k.shard.Index, Count: k.shard.Count}
+		if o, _, why := c.half(k, other); why != kvwire.ReasonNone {
+			return o, 0, why
+		}
+	}
+	return h, length, why
+}
+
+func (c *conn) half(k *key, shard kvwire.Shard) (header, int64, kvwire.Reason) {
 	var b [headerFixed]byte
-	n, length, why := c.space.Head(b[:], k.shard, form, k.hash)
+	n, length, why := c.space.Head(b[:], shard, form, k.hash)
 	if why != kvwire.ReasonNone {
 		return header{}, 0, why
 	}
@@ -284,11 +296,16 @@ func (c *conn) head(k *key) (header, int64, kvwire.Reason) {
 	return h, length - int64(h.size), kvwire.ReasonNone
 }
 
+// expired reports whether a value is here whose time has come.
+func (c *conn) expired(k *key) bool {
+	h, _, why := c.head(k)
+	return why == kvwire.ReasonAbsent && h.expires != 0
+}
+
 // expire removes a value whose time has come. If another takes its place at
 // this moment, that one stays.
 func (c *conn) expire(k *key) {
-	h, _, why := c.head(k)
-	if why != kvwire.ReasonAbsent || h.expires == 0 {
+	if !c.expired(k) {
 		return
 	}
 	v, why := c.space.View(k.shard, form, k.hash, false)
@@ -296,7 +313,7 @@ func (c *conn) expire(k *key) {
 		return
 	}
 	defer v.Close()
-	if h, err := parseHeader(v.Bytes()); err == nil && h.expired(time.Now()) {
+	if c.expired(k) { // if it is another than that of v, this removes nothing
 		v.Remove()
 	}
 }

@@ -192,6 +192,7 @@ func (w *writer) part(b []byte) {
 	if len(b) <= copyBelow {
 		w.raw(unsafe.String(unsafe.SliceData(b), len(b)))
 		w.raw("\r\n")
+		w.s.count.sent.Add(len(b))
 		v.Close()
 		return
 	}
