@@ -57,8 +57,8 @@ test-invariants: ## Switch off each guard of an invariant and see its test fail
 	tools/invariants.sh
 
 .PHONY: test-python
-test-python: pytools ## Run the Python unit tests of engines/python
-	cd $(PYTHON_DIR) && '$(PYTOOLS)/python' -m pytest -p no:cacheprovider --ignore=tests/engines tests
+test-python: pytools build ## Run the Python unit tests of engines/python
+	cd $(PYTHON_DIR) && MEMBRANE_BIN='$(CURDIR)/bin/membrane' '$(PYTOOLS)/python' -m pytest -p no:cacheprovider --ignore=tests/engines tests
 
 .PHONY: test-engines
 test-engines: build ## Install the pinned engines and run them with the real sidecars

@@ -30,12 +30,18 @@ func (on) publishAuth() bool   { return true }
 func (on) publishSum() bool    { return true }
 func (on) quarantineCap() bool { return true }
 func (on) releaseSum() bool    { return true }
+func (on) replace() bool       { return true }
 func (on) resetEpoch() bool    { return true }
 func (on) window() bool        { return true }
 
-// intact reports whether bytes have their checksum. Invariant 1: they are
-// offered only if they do.
-func intact(b []byte, want kvwire.Checksum) bool { return kvwire.Sum(b) == want }
+// intact reports whether bytes have their checksum, which is one of parts if
+// parts says so. Invariant 1: they are offered only if they do.
+func intact(b []byte, want kvwire.Checksum, parts bool) bool {
+	if parts {
+		return SumParts(b) == want
+	}
+	return kvwire.Sum(b) == want
+}
 
 // mayFree guards invariant 4: slots are freed only when nobody refers to them.
 func mayFree(p *page) bool { return !guard.inUse() || p.refs == 0 }

@@ -139,7 +139,7 @@ func (c *Cache) firstCorrupt(locs []Location, fresh func(i int) bool) (bad int, 
 		at := &locs[i]
 		checked++
 		bytes += at.Length
-		if !intact(c.arena.Bytes(at.Offset, at.Length), at.Sum) {
+		if !intact(c.arena.Bytes(at.Offset, at.Length), at.Sum, at.parts) {
 			return i, bytes
 		}
 	}

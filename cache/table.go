@@ -12,6 +12,7 @@ type Location struct {
 	Offset int64
 	Length int64
 	Sum    kvwire.Checksum
+	parts  bool
 }
 
 // object is the bytes of one shard in one form.
@@ -21,11 +22,12 @@ type object struct {
 	slot  slot
 	len   uint32
 	shard uint16
+	parts bool // sum is of parts
 	bad   bool // failed its checksum: goes to quarantine, not back to the allocator
 }
 
 func (o *object) location() Location {
-	return Location{Offset: o.slot.off, Length: int64(o.len), Sum: o.sum}
+	return Location{Offset: o.slot.off, Length: int64(o.len), Sum: o.sum, parts: o.parts}
 }
 
 // formSet is the shards of a page that are here in one form, in the order of
@@ -37,6 +39,10 @@ type formSet struct {
 }
 
 func (f *formSet) complete() bool { return f.count > 0 && len(f.objs) == int(f.count) }
+
+// local reports whether the page is this node's alone: its checksums are of
+// parts, which peers and their directories do not know.
+func (f *formSet) local() bool { return f.objs[0].parts }
 
 func (f *formSet) find(shard uint16) (int, bool) {
 	return slices.BinarySearchFunc(f.objs, shard, func(o object, i uint16) int { return int(o.shard) - int(i) })
@@ -246,7 +252,7 @@ func (c *Cache) Range(fn func(kvwire.PageKey, kvwire.Form) bool) {
 		c.mu.RLock()
 		for h, p := range s.pages {
 			p.forms(func(f *formSet) {
-				if f.complete() {
+				if f.complete() && !f.local() {
 					list = append(list, entry{h, f.form})
 				}
 			})
@@ -286,7 +292,7 @@ func (c *Cache) forget(p *page, why kvwire.Reason) {
 	c.resident -= p.bytes
 	p.forms(func(f *formSet) {
 		c.objects -= int64(len(f.objs))
-		if f.complete() {
+		if f.complete() && !f.local() {
 			c.feed.put(change{page: p, form: f.form, kind: Removed, reason: why})
 		}
 	})

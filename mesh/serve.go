@@ -91,6 +91,11 @@ func (s *session) page(space *cache.Space, index uint32, form kvwire.Form, h kvw
 			s.pages.forget(first)
 			return why
 		}
+		if v.Local() {
+			v.Close()
+			s.pages.forget(first)
+			return kvwire.ReasonLayout
+		}
 		s.pages.views = append(s.pages.views, v)
 	}
 	for i, v := range s.pages.views[first:] {

@@ -28,6 +28,7 @@ type Settings struct {
 	HTTPSocket       string
 	EngineSocket     string // "": the default, or a place of this user's
 	EngineAddr       string
+	RESPAddr         string // "": none
 	EngineTenant     string
 	EngineUIDs       List
 	Memory           Size
@@ -112,6 +113,7 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	str(&s.HTTPSocket, "http-socket", "", "Unix socket for HTTP, too")
 	str(&s.EngineSocket, "engine-socket", "", "Unix socket for engines (default "+DefaultEngineSocket+", or one in the user's runtime directory)")
 	str(&s.EngineAddr, "engine-addr", "", "HOST:PORT for engines, pages inline; 'off' for none; beyond loopback it needs --api-key-file")
+	str(&s.RESPAddr, "resp-addr", "", "HOST:PORT for Redis clients (default none); beyond loopback it needs --api-key-file")
 	str(&s.EngineTenant, "engine-tenant", "", "tenant of the pages of engines without an API key")
 	value(&s.EngineUIDs, "engine-uids", "user ids that may use the engine socket, beside root and the sidecar's own")
 	value(&s.Memory, "memory", "size of the cache: 512MiB, 1GiB, or bytes")
@@ -191,13 +193,16 @@ func (s *Settings) Validate() error {
 	if !isLoopback(s.Host) && s.APIKeyFile == "" {
 		return bad("host", s.Host, "listens beyond loopback, which needs --api-key-file (membrane keys generate)")
 	}
-	if s.EngineAddr != engineAddrOff {
-		host, err := checkAddr("engine-addr", s.EngineAddr)
+	for _, l := range []struct{ flag, addr, off string }{{"engine-addr", s.EngineAddr, engineAddrOff}, {"resp-addr", s.RESPAddr, ""}} {
+		if l.addr == l.off {
+			continue
+		}
+		host, err := checkAddr(l.flag, l.addr)
 		if err != nil {
 			return err
 		}
 		if !isLoopback(host) && s.APIKeyFile == "" {
-			return bad("engine-addr", s.EngineAddr, "listens beyond loopback, which needs --api-key-file (membrane keys generate)")
+			return bad(l.flag, l.addr, "listens beyond loopback, which needs --api-key-file (membrane keys generate)")
 		}
 	}
 	if err := auth.CheckSubject(s.EngineTenant); err != nil {

@@ -20,6 +20,7 @@ import (
 	"membrane/sidecar/engineport"
 	"membrane/sidecar/fragments"
 	"membrane/sidecar/httpapi"
+	"membrane/sidecar/resp"
 )
 
 // Sidecar is a node: its cache, its part of the mesh and its listeners.
@@ -35,8 +36,10 @@ type Sidecar struct {
 	engines   *engineport.Server
 	fragments *fragments.Service
 	http      *httpapi.Server
+	resp      *resp.Server // may be nil
 
-	httpTCP, engineTCP     net.Listener // engineTCP may be nil
+	httpTCP                net.Listener
+	engineTCP, respTCP     net.Listener // may be nil
 	httpUnix, engineSocket *net.UnixListener
 
 	ready chan struct{}
@@ -91,6 +94,12 @@ func (n *Sidecar) open(keys secrets) error {
 		}
 		n.onClose(n.engineTCP.Close)
 	}
+	if s.RESPAddr != "" {
+		if n.respTCP, err = net.Listen("tcp", s.RESPAddr); err != nil {
+			return &SettingError{"resp-addr", s.RESPAddr, fmt.Sprintf("cannot listen there: %v", err)}
+		}
+		n.onClose(n.respTCP.Close)
+	}
 	if n.engineSocket, err = listenSocket(s, n.log); err != nil {
 		return err
 	}
@@ -120,6 +129,12 @@ func (n *Sidecar) open(keys secrets) error {
 		return err
 	}
 	n.onClose(n.engines.Close)
+	if n.respTCP != nil {
+		if n.resp, err = resp.New(resp.Config{Cache: n.cache, Keys: keys.api, Version: n.version, Metrics: n.set, Log: n.log}); err != nil {
+			return err
+		}
+		n.onClose(n.resp.Close)
+	}
 	n.http, err = httpapi.New(httpapi.Config{
 		NodeID: s.NodeID, Fragments: n.fragments, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
 		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
@@ -194,7 +209,7 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	if err := n.mesh.Start(start); err != nil {
 		return errors.Join(err, n.close())
 	}
-	if err := errors.Join(n.engines.ServeSocket(n.engineSocket), n.serveEngines()); err != nil {
+	if err := errors.Join(n.engines.ServeSocket(n.engineSocket), n.serveEngines(), n.serveRESP()); err != nil {
 		return errors.Join(err, n.mesh.Close(start), n.close())
 	}
 	n.http.Serve(n.httpTCP)
@@ -212,6 +227,13 @@ func (n *Sidecar) serveEngines() error {
 		return nil
 	}
 	return n.engines.ServeTCP(n.engineTCP)
+}
+
+func (n *Sidecar) serveRESP() error {
+	if n.resp == nil {
+		return nil
+	}
+	return n.resp.Serve(n.respTCP)
 }
 
 const (
@@ -235,6 +257,9 @@ func (n *Sidecar) stop() error {
 	n.log.Info().Dur("timeout", limit).Int("in_flight", n.inFlight()).Msg("draining")
 	n.http.Drain()
 	n.engines.Drain()
+	if n.resp != nil {
+		n.resp.Drain()
+	}
 	drained, now := n.wait(limit)
 	if !drained {
 		n.log.Warn().Int("in_flight", n.inFlight()).Msg("not all that was under way is done")
@@ -281,7 +306,13 @@ func (n *Sidecar) wait(limit time.Duration) (drained, now bool) {
 	}
 }
 
-func (n *Sidecar) inFlight() int { return n.engines.InFlight() + n.http.InFlight() }
+func (n *Sidecar) inFlight() int {
+	busy := n.engines.InFlight() + n.http.InFlight()
+	if n.resp != nil {
+		busy += n.resp.InFlight()
+	}
+	return busy
+}
 
 // Ready is closed when everything serves.
 func (n *Sidecar) Ready() <-chan struct{} { return n.ready }
@@ -292,6 +323,7 @@ type Addresses struct {
 	HTTPSocket   string `json:"http_socket,omitempty"`
 	EngineSocket string `json:"engine_socket"`
 	EngineAddr   string `json:"engine_addr,omitempty"`
+	RESP         string `json:"resp,omitempty"`
 	Data         string `json:"data"`
 	Gossip       string `json:"gossip"`
 }
@@ -309,6 +341,9 @@ func (n *Sidecar) Addresses() Addresses {
 	if n.engineTCP != nil {
 		a.EngineAddr = n.engineTCP.Addr().String()
 	}
+	if n.respTCP != nil {
+		a.RESP = n.respTCP.Addr().String()
+	}
 	return a
 }
 
@@ -320,6 +355,9 @@ func (n *Sidecar) banner() {
 		Bool("api_keys", s.APIKeyFile != "").Bool("cluster_key", s.ClusterKeyFile != "").Str("version", n.version)
 	if a.HTTPSocket != "" {
 		e = e.Str("http_socket", a.HTTPSocket)
+	}
+	if a.RESP != "" {
+		e = e.Str("resp", a.RESP)
 	}
 	if len(s.Peers)+len(s.Join) > 0 {
 		e = e.Strs("peers", append(append([]string(nil), s.Peers...), s.Join...))

@@ -276,6 +276,7 @@ func TestFailedStartLeavesNothingOpen(t *testing.T) {
 		assert.ErrorIs(t, err, os.ErrNotExist)
 	}
 	f("engine-addr", func(s *Settings) { s.EngineAddr, s.engineAddrIsFree = taken.Addr().String(), false })
+	f("resp-addr", func(s *Settings) { s.RESPAddr = taken.Addr().String() })
 	f("port", func(s *Settings) { s.Port = taken.Addr().(*net.TCPAddr).Port })
 	f("engine-socket", func(s *Settings) { s.EngineSocket = "/" + strings.Repeat("x", 200) })
 	f("http-socket", func(s *Settings) { s.HTTPSocket = "/proc/nothing/s" })
@@ -292,6 +293,43 @@ func TestFailedStartLeavesNothingOpen(t *testing.T) {
 	require.Error(t, m.Run(context.Background()))
 	_, err = os.Lstat(s.EngineSocket)
 	assert.ErrorIs(t, err, os.ErrNotExist)
+}
+
+func TestRedisClients(t *testing.T) {
+	t.Parallel()
+	s := testSettings(t, "n")
+	s.RESPAddr = "127.0.0.1:0"
+	n := run(t, s)
+	c, err := net.Dial("tcp", n.Addresses().RESP)
+	require.NoError(t, err)
+	defer func() { _ = c.Close() }()
+	require.NoError(t, c.SetDeadline(time.Now().Add(timeout)))
+	say := func(line, want string) {
+		t.Helper()
+		_, err := io.WriteString(c, line+"\r\n")
+		require.NoError(t, err)
+		b := make([]byte, len(want))
+		_, err = io.ReadFull(c, b)
+		require.NoError(t, err)
+		assert.Equal(t, want, string(b))
+	}
+	say("SET a b", "+OK\r\n")
+	say("GET a", "$1\r\nb\r\n")
+	res, err := client.Get("http://" + n.Addresses().HTTP + "/metrics")
+	require.NoError(t, err)
+	defer func() { _ = res.Body.Close() }()
+	text, err := io.ReadAll(res.Body)
+	require.NoError(t, err)
+	for _, line := range []string{
+		`membrane_resp_requests_total{command="get"} 1`, "membrane_resp_hits_total 1", "membrane_resp_stored_total 1",
+		"membrane_resp_connections 1", `membrane_evictions_total{reason="deleted"} 0`, "membrane_cache_pages 1",
+	} {
+		assert.Contains(t, string(text), line+"\n")
+	}
+	// An idle connection holds up no drain.
+	require.NoError(t, n.stop(t))
+	_, err = c.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF)
 }
 
 func TestHTTPOnASocketAndNoEnginePort(t *testing.T) {

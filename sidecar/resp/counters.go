@@ -1,0 +1,64 @@
+package resp
+
+import (
+	"fmt"
+
+	"github.com/VictoriaMetrics/metrics"
+
+	"membrane/kvwire"
+)
+
+// counters are everything that the listener counts. All are made at the start,
+// so that a reader sees zero and not nothing.
+type counters struct {
+	requests map[string]*metrics.Counter // by command
+	unknown  *metrics.Counter
+	errors   *metrics.Counter // replies that were errors
+
+	hits, stored, existing, conflicts *metrics.Counter
+	missed, refused                   map[kvwire.Reason]*metrics.Counter
+	received, sent                    *metrics.Counter // bytes of values
+	slow                              *metrics.Counter // connections closed for not reading or not going on
+	turnedAway, wrongKeys, panics     *metrics.Counter
+}
+
+func newCounters(set *metrics.Set) *counters {
+	counter := func(format string, args ...any) *metrics.Counter {
+		return set.NewCounter(fmt.Sprintf("membrane_resp_"+format, args...))
+	}
+	n := &counters{
+		requests: make(map[string]*metrics.Counter), unknown: counter(`requests_total{command="unknown"}`),
+		errors: counter(`errors_total`), hits: counter(`hits_total`),
+		stored: counter(`stored_total`), existing: counter(`existing_total`), conflicts: counter(`conflicts_total`),
+		missed: make(map[kvwire.Reason]*metrics.Counter), refused: make(map[kvwire.Reason]*metrics.Counter),
+		received: counter(`received_bytes_total`), sent: counter(`sent_bytes_total`),
+		slow: counter(`slow_connections_total`), turnedAway: counter(`connections_refused_total`),
+		wrongKeys: counter(`wrong_keys_total`), panics: counter(`panics_total`),
+	}
+	for name := range commands {
+		n.requests[name] = counter(`requests_total{command=%q}`, name)
+	}
+	for _, r := range kvwire.Reasons() {
+		if r <= kvwire.ReasonDraining {
+			n.missed[r] = counter(`missed_total{reason=%q}`, r)
+		}
+		if r == kvwire.ReasonDraining || r >= kvwire.ReasonOverBudget && r < kvwire.ReasonRejected {
+			n.refused[r] = counter(`refused_stores_total{reason=%q}`, r)
+		}
+	}
+	return n
+}
+
+// miss counts a value that was asked for and not served.
+func (n *counters) miss(why kvwire.Reason) {
+	if c := n.missed[why]; c != nil {
+		c.Inc()
+	}
+}
+
+// refuse counts a value that was not stored.
+func (n *counters) refuse(why kvwire.Reason) {
+	if c := n.refused[why]; c != nil {
+		c.Inc()
+	}
+}
