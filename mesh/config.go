@@ -73,6 +73,9 @@ type Config struct {
 	DirectoryWait time.Duration
 	// IdleTimeout closes a data connection without requests. Default 2 min.
 	IdleTimeout time.Duration
+	// TagPause is the least time between two changes of this node's tags.
+	// Default 30 s, or N/3 s in a mesh of more than 90 nodes.
+	TagPause time.Duration
 }
 
 const (

@@ -14,6 +14,7 @@ import (
 	"membrane/cache"
 	"membrane/kvwire"
 	"membrane/sidecar/auth"
+	"membrane/sidecar/roles"
 )
 
 // DefaultEngineSocket is where engines look for the sidecar.
@@ -44,6 +45,7 @@ type Settings struct {
 	APIKeyFile       string
 	DrainTimeout     Seconds
 	Role             string
+	PrefillRatio     float64
 	LogLevel         string
 	LogFormat        string
 	Daemon           bool
@@ -78,7 +80,7 @@ func DefaultSettings() Settings {
 	return Settings{
 		NodeID: host[:min(len(host), maxNodeID)], Host: "127.0.0.1", Port: 8080, EngineAddr: "127.0.0.1:7600", EngineTenant: auth.PublicTenant,
 		Memory: 1 << 30, Inbox: 256 << 20, PageTokens: 64, DataAddr: "127.0.0.1:0", GossipAddr: "127.0.0.1:0",
-		DrainTimeout: Seconds(30 * time.Second), Role: "both", LogLevel: "info", LogFormat: "text",
+		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: 0.5, LogLevel: "info", LogFormat: "text",
 		engineAddrIsFree: true, sources: make(map[string]string),
 	}
 }
@@ -128,7 +130,8 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	str(&s.GossipKeyFile, "gossip-key-file", "", "file with the base64 key of gossip, 16, 24 or 32 bytes (default: derived from the cluster key)")
 	str(&s.APIKeyFile, "api-key-file", "", "file with entries of membrane keys generate")
 	value(&s.DrainTimeout, "drain-timeout", "longest wait for what is under way, at SIGTERM")
-	str(&s.Role, "role", "", "both")
+	str(&s.Role, "role", "", "phases that this node serves: prefill, decode, both, or auto: it chooses by the other auto nodes")
+	flags.Float64Var(&s.PrefillRatio, "prefill-ratio", s.PrefillRatio, usage("prefill-ratio", "part of the auto nodes that prefill, 0 to 1; at least one of each phase"))
 	str(&s.LogLevel, "log-level", "l", "debug, info, warn or error")
 	str(&s.LogFormat, "log-format", "", "text or json")
 	flags.BoolVarP(&s.Daemon, "daemon", "d", s.Daemon, usage("daemon", "serve in the foreground until a signal, which is what it always does"))
@@ -221,8 +224,11 @@ func (s *Settings) Validate() error {
 	if s.DrainTimeout < 0 || time.Duration(s.DrainTimeout) > time.Hour {
 		return bad("drain-timeout", s.DrainTimeout.String(), "is not between 0 and 1h")
 	}
-	if s.Role != "both" {
-		return bad("role", s.Role, "is not supported: every node does both")
+	if err := roles.Check(s.Role); err != nil {
+		return bad("role", s.Role, "%v", err)
+	}
+	if !(s.PrefillRatio >= 0 && s.PrefillRatio <= 1) {
+		return bad("prefill-ratio", strconv.FormatFloat(s.PrefillRatio, 'g', -1, 64), "is not between 0 and 1")
 	}
 	switch s.LogLevel {
 	case "debug", "info", "warn", "error":

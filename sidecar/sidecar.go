@@ -20,6 +20,7 @@ import (
 	"membrane/sidecar/engineport"
 	"membrane/sidecar/fragments"
 	"membrane/sidecar/httpapi"
+	"membrane/sidecar/roles"
 )
 
 // Sidecar is a node: its cache, its part of the mesh and its listeners.
@@ -32,6 +33,7 @@ type Sidecar struct {
 
 	cache     *cache.Cache
 	mesh      *mesh.Mesh
+	roles     *roles.Keeper
 	engines   *engineport.Server
 	fragments *fragments.Service
 	http      *httpapi.Server
@@ -103,7 +105,9 @@ func (n *Sidecar) open(keys secrets) error {
 	if n.mesh, err = mesh.New(n.meshConfig(keys)); err != nil {
 		return err
 	}
-	n.mesh.SetTag(tagNodeID, s.NodeID)
+	if n.roles, err = n.newRoles(); err != nil {
+		return err
+	}
 	if n.fragments, err = fragments.New(fragments.Config{Cache: n.cache, Fill: n.mesh, Metrics: n.set}); err != nil {
 		return err
 	}
@@ -127,10 +131,6 @@ func (n *Sidecar) open(keys secrets) error {
 	return err
 }
 
-// tagNodeID carries the name that the user gave; the mesh needs one that was
-// never used before.
-const tagNodeID = "id"
-
 func (n *Sidecar) meshConfig(keys secrets) mesh.Config {
 	s := &n.settings
 	var suffix [4]byte
@@ -146,7 +146,7 @@ func (n *Sidecar) meshConfig(keys secrets) mesh.Config {
 	return mesh.Config{
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
 		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
-		Role: s.Role, Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
+		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
 		Logger: n.log, Store: n.cache,
 	}
 }
@@ -203,7 +203,9 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	}
 	n.banner()
 	close(n.ready)
+	stopRoles := n.runRoles(ctx)
 	<-ctx.Done()
+	stopRoles()
 	return n.stop()
 }
 
@@ -315,7 +317,7 @@ func (n *Sidecar) Addresses() Addresses {
 // banner logs one line with everything that a script has to know.
 func (n *Sidecar) banner() {
 	a, s := n.Addresses(), &n.settings
-	e := n.log.Info().Str("node", s.NodeID).Str("http", a.HTTP).Str("engine_socket", a.EngineSocket).Str("engine_addr", a.EngineAddr).
+	e := n.log.Info().Str("node", s.NodeID).Str("role", s.Role).Str("http", a.HTTP).Str("engine_socket", a.EngineSocket).Str("engine_addr", a.EngineAddr).
 		Str("data", a.Data).Str("gossip", a.Gossip).Str("memory", s.Memory.String()).Int("page_tokens", s.PageTokens).
 		Bool("api_keys", s.APIKeyFile != "").Bool("cluster_key", s.ClusterKeyFile != "").Str("version", n.version)
 	if a.HTTPSocket != "" {
@@ -336,6 +338,7 @@ func (n *Sidecar) writeMetrics(w io.Writer) {
 	n.set.WritePrometheus(w)
 	n.writeCacheMetrics(w)
 	n.writeMeshMetrics(w)
+	n.writeRoleMetrics(w)
 	fmt.Fprintf(w, "membrane_build_info{version=%q} 1\n", n.version)
 	metrics.WriteProcessMetrics(w)
 }

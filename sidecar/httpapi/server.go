@@ -32,19 +32,26 @@ const (
 
 // Peer is a node as /peers shows it.
 type Peer struct {
-	NodeID  string  `json:"node_id"`
-	Host    string  `json:"host"`
-	Port    int     `json:"port"`
-	Healthy bool    `json:"healthy"`
-	Suspect bool    `json:"suspect"`
-	Status  string  `json:"status"`
-	Name    string  `json:"name"`
-	Gossip  string  `json:"gossip_addr"`
-	Data    string  `json:"data_addr"`
-	Role    string  `json:"role"`
-	Version string  `json:"version"`
-	RTTMS   float64 `json:"rtt_ms"`
-	Pages   int     `json:"pages"`
+	NodeID  string `json:"node_id"`
+	Host    string `json:"host"`
+	Port    int    `json:"port"`
+	Healthy bool   `json:"healthy"`
+	Suspect bool   `json:"suspect"`
+	Status  string `json:"status"`
+	Name    string `json:"name"`
+	Gossip  string `json:"gossip_addr"`
+	Data    string `json:"data_addr"`
+	// Role is what the node serves; RoleAuto, that it chose it by itself;
+	// RoleSince (RFC 3339), since when; RoleWhy, for which reason.
+	Role      string `json:"role"`
+	RoleAuto  bool   `json:"role_auto"`
+	RoleSince string `json:"role_since,omitempty"`
+	RoleWhy   string `json:"role_why,omitempty"`
+	// RoleNext is set while the node drains the phase that it gives up.
+	RoleNext string  `json:"role_next,omitempty"`
+	Version  string  `json:"version"`
+	RTTMS    float64 `json:"rtt_ms"`
+	Pages    int     `json:"pages"`
 }
 
 // Peers is the answer of /peers: the other nodes, and this one.
