@@ -30,6 +30,7 @@ func (on) publishAuth() bool   { return true }
 func (on) publishSum() bool    { return true }
 func (on) quarantineCap() bool { return true }
 func (on) releaseSum() bool    { return true }
+func (on) replace() bool       { return true }
 func (on) resetEpoch() bool    { return true }
 func (on) window() bool        { return true }
 

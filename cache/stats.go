@@ -7,7 +7,7 @@ import (
 )
 
 // ReasonCounts is a counter for each [kvwire.Reason], indexed by it.
-type ReasonCounts [kvwire.ReasonDropped + 1]uint64
+type ReasonCounts [kvwire.LastReason + 1]uint64
 
 // Total returns the sum over all reasons.
 func (r *ReasonCounts) Total() (n uint64) {
@@ -52,7 +52,7 @@ type Stats struct {
 	Spaces          int64
 }
 
-type reasonCounters [kvwire.ReasonDropped + 1]atomic.Uint64
+type reasonCounters [kvwire.LastReason + 1]atomic.Uint64
 
 // add counts a reason; ReasonNone is not one.
 func (r *reasonCounters) add(why kvwire.Reason) {

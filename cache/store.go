@@ -64,6 +64,11 @@ type Slot struct {
 // long as Config.AllocWait says. Until Publish nobody can see the object, and
 // several goroutines may hold a slot for the same one.
 func (s *Space) Reserve(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, length int64) (*Slot, PutResult, error) {
+	return s.reserve(shard, form, h, length, false)
+}
+
+// reserve is Reserve, with anew also for an object that is there.
+func (s *Space) reserve(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, length int64, anew bool) (*Slot, PutResult, error) {
 	if shard.Count < 1 || shard.Count > kvwire.MaxShards || shard.Index >= shard.Count {
 		return nil, PutResult{}, fmt.Errorf("cannot store page %s: shard %s is not one of 1 to %d", h, shard, kvwire.MaxShards)
 	}
@@ -81,7 +86,7 @@ func (s *Space) Reserve(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, len
 	switch {
 	case closed:
 		return nil, c.refuse(kvwire.ReasonDraining), nil
-	case exists:
+	case exists && !anew:
 		c.counters.exists.Add(1)
 		return nil, PutResult{Exists: true, Sum: sum}, nil
 	case why != kvwire.ReasonNone:
@@ -170,8 +175,14 @@ func (c *Cache) abort(sl *Slot) {
 	c.serve()
 }
 
-// publish enters the object into the table.
+// publish enters the object into the table unless it is there.
 func (sl *Slot) publish(sum kvwire.Checksum, auth kvwire.Auth) PutResult {
+	return sl.publishIf(sum, auth, IfAbsent, nil)
+}
+
+// publishIf enters the object into the table if the condition holds for what
+// is there under its name; over is the page that IfSame means.
+func (sl *Slot) publishIf(sum kvwire.Checksum, auth kvwire.Auth, cond Condition, over *page) PutResult {
 	s, c := sl.space, sl.space.c
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -181,10 +192,16 @@ func (sl *Slot) publish(sum kvwire.Checksum, auth kvwire.Auth) PutResult {
 		why = kvwire.ReasonDraining
 	case !sameEpoch(s, sl.epoch):
 		why = kvwire.ReasonReset
-	case exists:
+	case why != kvwire.ReasonNone:
+	case !exists && (cond == IfHeld || cond == ifSame):
+		why = kvwire.ReasonAbsent
+	case exists && (cond == IfAbsent || cond == ifSame && s.pages[sl.hash] != over):
 		c.abort(sl)
 		c.counters.exists.Add(1)
 		return PutResult{Exists: true, Sum: had}
+	case exists && guard.replace():
+		// In one step with the new page: nobody finds the name empty.
+		c.drop(s.pages[sl.hash], kvwire.ReasonReplaced)
 	}
 	if why != kvwire.ReasonNone {
 		c.abort(sl)

@@ -9,6 +9,7 @@ type View struct {
 	b    []byte
 	sum  kvwire.Checksum
 	auth kvwire.Auth
+	pin  bool // counts for the cap of leases and pins
 }
 
 // View returns an object of a page that is held complete in the given form,
@@ -16,6 +17,21 @@ type View struct {
 // bytes that fail are quarantined and the miss is [kvwire.ReasonCorrupt]. A
 // view of shard 0 counts as a lookup of its page.
 func (s *Space) View(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify bool) (*View, kvwire.Reason) {
+	v := new(View)
+	if why := s.view(v, shard, form, h, verify, false); why != kvwire.ReasonNone {
+		return nil, why
+	}
+	return v, kvwire.ReasonNone
+}
+
+// Borrow is View for a reader whose pace somebody else decides, into a closed or
+// zero v: its page counts for the cap of leases and pins until Close, and
+// beyond the cap the miss is [kvwire.ReasonPinned].
+func (s *Space) Borrow(v *View, shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify bool) kvwire.Reason {
+	return s.view(v, shard, form, h, verify, true)
+}
+
+func (s *Space) view(v *View, shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify, pin bool) kvwire.Reason {
 	c := s.c
 	if shard.Index == 0 {
 		c.touches.add([]uint64{s.key(&h)})
@@ -23,7 +39,7 @@ func (s *Space) View(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify
 	c.mu.Lock()
 	if !c.enter() {
 		c.mu.Unlock()
-		return nil, c.miss(kvwire.ReasonDraining)
+		return c.miss(kvwire.ReasonDraining)
 	}
 	defer c.inside.Done()
 	p := s.pages[h]
@@ -31,13 +47,20 @@ func (s *Space) View(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify
 	if why == kvwire.ReasonNone && (len(objs) != int(shard.Count) || shard.Index >= shard.Count) {
 		why = kvwire.ReasonLayout
 	}
+	if pin && why == kvwire.ReasonNone && !c.mayPin(p, nil, 0) {
+		why = kvwire.ReasonPinned
+	}
 	if why != kvwire.ReasonNone {
 		c.mu.Unlock()
-		return nil, c.miss(why)
+		return c.miss(why)
 	}
 	o := &objs[shard.Index]
-	v := &View{c: c, page: p, b: c.arena.Bytes(o.slot.off, int64(o.len)), sum: o.sum, auth: o.auth}
-	c.ref(p)
+	*v = View{c: c, page: p, b: c.arena.Bytes(o.slot.off, int64(o.len)), sum: o.sum, auth: o.auth, pin: pin}
+	if pin {
+		c.pin(p)
+	} else {
+		c.ref(p)
+	}
 	c.open++
 	c.mu.Unlock()
 	if verify {
@@ -47,11 +70,11 @@ func (s *Space) View(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify
 			c.condemn(p, form, int(shard.Index))
 			c.mu.Unlock()
 			v.Close()
-			return nil, c.miss(kvwire.ReasonCorrupt)
+			return c.miss(kvwire.ReasonCorrupt)
 		}
 	}
 	c.counters.views.Add(1)
-	return v, kvwire.ReasonNone
+	return kvwire.ReasonNone
 }
 
 func (c *Cache) miss(why kvwire.Reason) kvwire.Reason {
@@ -76,6 +99,10 @@ func (v *View) Close() {
 	v.c.mu.Lock()
 	defer v.c.mu.Unlock()
 	v.c.open--
-	v.c.unref(v.page)
+	if v.pin {
+		v.c.unpin(v.page)
+	} else {
+		v.c.unref(v.page)
+	}
 	v.page, v.b = nil, nil
 }

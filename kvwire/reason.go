@@ -57,6 +57,14 @@ const (
 	ReasonCapacity Reason = 65
 	// ReasonDropped: the namespace was reset.
 	ReasonDropped Reason = 66
+	// ReasonDeleted: a client deleted the page, or the time to live that a
+	// client gave it ended.
+	ReasonDeleted Reason = 67
+	// ReasonReplaced: a client stored other bytes under its name.
+	ReasonReplaced Reason = 68
+
+	// LastReason is the highest number in use, for tables by reason.
+	LastReason = ReasonReplaced
 )
 
 var reasonNames = map[Reason]string{
@@ -71,6 +79,7 @@ var reasonNames = map[Reason]string{
 	ReasonQuarantined: "quarantined",
 
 	ReasonRejected: "rejected", ReasonCapacity: "capacity", ReasonDropped: "dropped",
+	ReasonDeleted: "deleted", ReasonReplaced: "replaced",
 }
 
 // String returns the reason's stable name.

@@ -44,7 +44,7 @@ type Stats struct {
 	Pulling        int // pulls at work now
 }
 
-type reasonCounters [kvwire.ReasonDropped + 1]atomic.Uint64
+type reasonCounters [kvwire.LastReason + 1]atomic.Uint64
 
 // add counts a reason; one that is not on the list (a peer may be newer)
 // counts as peer.

@@ -122,7 +122,7 @@ func (n *Sidecar) writeCacheMetrics(w io.Writer) {
 	)
 	byReason(w, "membrane_cache_misses_total", s.Misses, kvwire.ReasonAbsent, kvwire.ReasonOverBudget)
 	byReason(w, "membrane_cache_refused_total", s.Refused, kvwire.ReasonOverBudget, kvwire.ReasonRejected)
-	byReason(w, "membrane_evictions_total", s.Evictions, kvwire.ReasonRejected, kvwire.ReasonDropped+1)
+	byReason(w, "membrane_evictions_total", s.Evictions, kvwire.ReasonRejected, kvwire.LastReason+1)
 }
 
 // meshCounts are the mesh's counters and gauges by the names of their metrics.
