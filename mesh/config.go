@@ -60,6 +60,8 @@ type Config struct {
 	Logger zerolog.Logger
 	// Store is the local cache.
 	Store Store
+	// Manifests are what peers may ask for by handle; nil if none.
+	Manifests Manifests
 
 	// FillTimeout bounds a fill whose context has no deadline. Default 2 s.
 	FillTimeout time.Duration
