@@ -17,6 +17,7 @@ import (
 
 	"membrane/cache"
 	"membrane/mesh"
+	"membrane/sidecar/disagg"
 	"membrane/sidecar/engineport"
 	"membrane/sidecar/fragments"
 	"membrane/sidecar/httpapi"
@@ -36,6 +37,7 @@ type Sidecar struct {
 	roles     *roles.Keeper
 	engines   *engineport.Server
 	fragments *fragments.Service
+	disagg    *disagg.Service
 	http      *httpapi.Server
 
 	httpTCP, engineTCP     net.Listener // engineTCP may be nil
@@ -102,7 +104,8 @@ func (n *Sidecar) open(keys secrets) error {
 		return err
 	}
 	n.onClose(n.cache.Close)
-	if n.mesh, err = mesh.New(n.meshConfig(keys)); err != nil {
+	manifests := &manifests{}
+	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests)); err != nil {
 		return err
 	}
 	if n.roles, err = n.newRoles(); err != nil {
@@ -112,6 +115,9 @@ func (n *Sidecar) open(keys secrets) error {
 		return err
 	}
 	n.onClose(func() error { n.fragments.Close(); return nil })
+	if err := n.openDisagg(manifests); err != nil {
+		return err
+	}
 	uids, err := s.uids()
 	if err != nil {
 		return err
@@ -125,13 +131,13 @@ func (n *Sidecar) open(keys secrets) error {
 	}
 	n.onClose(n.engines.Close)
 	n.http, err = httpapi.New(httpapi.Config{
-		NodeID: s.NodeID, Fragments: n.fragments, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
+		NodeID: s.NodeID, Fragments: n.fragments, Disagg: n.disagg, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
 		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
 	})
 	return err
 }
 
-func (n *Sidecar) meshConfig(keys secrets) mesh.Config {
+func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config {
 	s := &n.settings
 	var suffix [4]byte
 	_, _ = rand.Read(suffix[:]) // never fails: crypto/rand ends the process instead
@@ -147,7 +153,7 @@ func (n *Sidecar) meshConfig(keys secrets) mesh.Config {
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
 		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
 		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache,
+		Logger: n.log, Store: n.cache, Manifests: manifests,
 	}
 }
 

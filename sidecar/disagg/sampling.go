@@ -2,6 +2,7 @@ package disagg
 
 import (
 	"cmp"
+	"fmt"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -27,6 +28,22 @@ type Sampling struct {
 	Seed *int64
 	// Stop are tokens at which the generation ends. They are not returned.
 	Stop []uint32
+}
+
+// StopTokens returns the ids that a caller gave as [Sampling].Stop, or refuses
+// one that is none.
+func StopTokens(ids []int64) ([]uint32, error) {
+	if len(ids) > MaxStopTokens {
+		return nil, malformed("stop_token_ids", "%d stop tokens are more than %d", len(ids), MaxStopTokens)
+	}
+	var out []uint32
+	for i, id := range ids {
+		if id < 0 || id > math.MaxUint32 {
+			return nil, malformed(fmt.Sprintf("stop_token_ids[%d]", i), "%d is not a token id (0 to 4294967295)", id)
+		}
+		out = append(out, uint32(id))
+	}
+	return out, nil
 }
 
 func (s Sampling) check() error {

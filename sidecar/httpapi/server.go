@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sync/semaphore"
 
 	"membrane/sidecar/auth"
+	"membrane/sidecar/disagg"
 	"membrane/sidecar/fragments"
 )
 
@@ -64,6 +65,7 @@ type Peers struct {
 type Config struct {
 	NodeID    string
 	Fragments *fragments.Service
+	Disagg    *disagg.Service
 	// Keys are asked for on every route but the probes; nil leaves all open.
 	Keys *auth.Keys
 	// Peers, Status and Summary give the answers of /peers, /statusz and
@@ -98,7 +100,7 @@ type Server struct {
 
 // New returns a server without listeners.
 func New(cfg Config) (*Server, error) {
-	if cfg.Fragments == nil || cfg.Peers == nil || cfg.Status == nil || cfg.Summary == nil || cfg.MeshAddress == nil || cfg.Metrics == nil || cfg.WriteMetrics == nil {
+	if cfg.Fragments == nil || cfg.Disagg == nil || cfg.Peers == nil || cfg.Status == nil || cfg.Summary == nil || cfg.MeshAddress == nil || cfg.Metrics == nil || cfg.WriteMetrics == nil {
 		return nil, errors.New("cannot make the HTTP listener: a field of its configuration is nil")
 	}
 	s := &Server{cfg: cfg, router: router.New(), bodies: semaphore.NewWeighted(maxBodies), heavy: make(chan struct{}, maxHeavy)}
@@ -138,6 +140,7 @@ func (s *Server) routes() {
 	r.GET("/statusz", s.wrap("statusz", auth.ScopeAdmin, func(c *fasthttp.RequestCtx, _ auth.Identity) { pretty(c, s.cfg.Status()) }))
 	r.GET("/livez", s.wrap("livez", 0, func(c *fasthttp.RequestCtx, _ auth.Identity) { answer(c, status{"alive"}) }))
 	r.GET("/readyz", s.wrap("readyz", 0, s.ready))
+	s.disaggRoutes(r)
 	r.GET("/mesh/address", s.wrap("mesh_address", 0, s.meshAddress))
 }
 
