@@ -21,6 +21,7 @@ CC ?= cc
 RACE := $(if $(shell command -v $(CC)),-race,)
 PYTOOLS := $(CURDIR)/.venv/tools/bin
 PYTHON_DIR := engines/python
+PROTO_DIR := sidecar/grpcapi/transferpb
 
 .PHONY: help
 help: ## Print this list
@@ -112,6 +113,15 @@ pytools:
 fmt: pytools ## Format Go and Python
 	$(STATIC) $(TOOL) gofumpt -w $(wildcard */)
 	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIR)
+
+# protoc comes with Python's grpcio-tools, its plugins are Go tools.
+.PHONY: proto
+proto: ## Generate the Go code of the gRPC interface again
+	@mkdir -p .venv bin/proto; venv=$$(.ci/venv.sh grpc tools/grpc-requirements.txt); ln -sfn "$$venv" .venv/grpc
+	cd tools && $(STATIC) go build -o '$(CURDIR)/bin/proto/' google.golang.org/protobuf/cmd/protoc-gen-go google.golang.org/grpc/cmd/protoc-gen-go-grpc
+	PATH='$(CURDIR)/bin/proto':"$$PATH" .venv/grpc/bin/python -m grpc_tools.protoc -I $(PROTO_DIR) \
+		--go_out=$(PROTO_DIR) --go_opt=paths=source_relative \
+		--go-grpc_out=$(PROTO_DIR) --go-grpc_opt=paths=source_relative $(PROTO_DIR)/transfer.proto
 
 .PHONY: fuzz
 fuzz: ## Run each fuzz target for FUZZTIME

@@ -48,6 +48,7 @@ type Settings struct {
 	Role             string
 	PrefillRatio     float64
 	HandleTTL        Seconds
+	GRPCPort         int // grpcOff: none
 	LogLevel         string
 	LogFormat        string
 	Daemon           bool
@@ -82,7 +83,7 @@ func DefaultSettings() Settings {
 	return Settings{
 		NodeID: host[:min(len(host), maxNodeID)], Host: "127.0.0.1", Port: 8080, EngineAddr: "127.0.0.1:7600", EngineTenant: auth.PublicTenant,
 		Memory: 1 << 30, Inbox: 256 << 20, PageTokens: 64, DataAddr: "127.0.0.1:0", GossipAddr: "127.0.0.1:0",
-		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: 0.5, HandleTTL: Seconds(disagg.DefaultTTL), LogLevel: "info", LogFormat: "text",
+		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: 0.5, HandleTTL: Seconds(disagg.DefaultTTL), GRPCPort: grpcOff, LogLevel: "info", LogFormat: "text",
 		engineAddrIsFree: true, sources: make(map[string]string),
 	}
 }
@@ -134,6 +135,7 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	value(&s.DrainTimeout, "drain-timeout", "longest wait for what is under way, at SIGTERM")
 	str(&s.Role, "role", "", "phases that this node serves: prefill, decode, both, or auto: it chooses by the other auto nodes")
 	flags.Float64Var(&s.PrefillRatio, "prefill-ratio", s.PrefillRatio, usage("prefill-ratio", "part of the auto nodes that prefill, 0 to 1; at least one of each phase"))
+	integer(&s.GRPCPort, "grpc-port", "", "port for gRPC on --host, 0 for any free one, -1 for none")
 	value(&s.HandleTTL, "handle-ttl", "how long a prefilled prompt waits for its decode, 1s to 1h; its pages are pinned as long, or until they are pulled")
 	str(&s.LogLevel, "log-level", "l", "debug, info, warn or error")
 	str(&s.LogFormat, "log-format", "", "text or json")
@@ -233,6 +235,9 @@ func (s *Settings) Validate() error {
 	if !(s.PrefillRatio >= 0 && s.PrefillRatio <= 1) {
 		return bad("prefill-ratio", strconv.FormatFloat(s.PrefillRatio, 'g', -1, 64), "is not between 0 and 1")
 	}
+	if s.GRPCPort < grpcOff || s.GRPCPort > 65535 {
+		return bad("grpc-port", strconv.Itoa(s.GRPCPort), "is not between -1 (none) and 65535")
+	}
 	if ttl := time.Duration(s.HandleTTL); ttl < time.Second || ttl > cache.MaxTTL {
 		return bad("handle-ttl", s.HandleTTL.String(), "is not between 1s and %v", Seconds(cache.MaxTTL))
 	}
@@ -308,6 +313,7 @@ func (s *Settings) warnings() []string {
 
 const (
 	engineAddrOff = "off"
+	grpcOff       = -1
 	gossipPort    = "7946"
 )
 

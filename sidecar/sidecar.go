@@ -20,6 +20,7 @@ import (
 	"membrane/sidecar/disagg"
 	"membrane/sidecar/engineport"
 	"membrane/sidecar/fragments"
+	"membrane/sidecar/grpcapi"
 	"membrane/sidecar/httpapi"
 	"membrane/sidecar/roles"
 )
@@ -39,8 +40,10 @@ type Sidecar struct {
 	fragments *fragments.Service
 	disagg    *disagg.Service
 	http      *httpapi.Server
+	grpc      *grpcapi.Server // nil without a listener
 
-	httpTCP, engineTCP     net.Listener // engineTCP may be nil
+	httpTCP                net.Listener
+	engineTCP, grpcTCP     net.Listener // may be nil
 	httpUnix, engineSocket *net.UnixListener
 
 	ready chan struct{}
@@ -95,6 +98,12 @@ func (n *Sidecar) open(keys secrets) error {
 		}
 		n.onClose(n.engineTCP.Close)
 	}
+	if n.grpcTCP, err = listenGRPC(s); err != nil {
+		return err
+	}
+	if n.grpcTCP != nil {
+		n.onClose(n.grpcTCP.Close)
+	}
 	if n.engineSocket, err = listenSocket(s, n.log); err != nil {
 		return err
 	}
@@ -134,6 +143,10 @@ func (n *Sidecar) open(keys secrets) error {
 		NodeID: s.NodeID, Fragments: n.fragments, Disagg: n.disagg, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
 		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
 	})
+	if err != nil || n.grpcTCP == nil {
+		return err
+	}
+	n.grpc, err = grpcapi.New(grpcapi.Config{Disagg: n.disagg, Keys: keys.api, Metrics: n.set, Log: n.log})
 	return err
 }
 
@@ -207,6 +220,9 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	if n.httpUnix != nil {
 		n.http.Serve(n.httpUnix)
 	}
+	if n.grpc != nil {
+		n.grpc.Serve(n.grpcTCP)
+	}
 	n.banner()
 	close(n.ready)
 	stopRoles := n.runRoles(ctx)
@@ -242,6 +258,9 @@ func (n *Sidecar) stop() error {
 	limit := time.Duration(n.settings.DrainTimeout)
 	n.log.Info().Dur("timeout", limit).Int("in_flight", n.inFlight()).Msg("draining")
 	n.http.Drain()
+	if n.grpc != nil {
+		n.grpc.Drain()
+	}
 	n.engines.Drain()
 	drained, now := n.wait(limit)
 	if !drained {
@@ -260,6 +279,11 @@ func (n *Sidecar) stop() error {
 	}
 	if e := n.http.Close(ctx); e != nil && !now {
 		err = errors.Join(err, e)
+	}
+	if n.grpc != nil {
+		if e := n.grpc.Close(ctx); e != nil && !now {
+			err = errors.Join(err, e)
+		}
 	}
 	err = errors.Join(err, n.close())
 	n.log.Info().Dur("took", time.Since(began)).Bool("drained", drained).Msg("stopped")
@@ -289,7 +313,13 @@ func (n *Sidecar) wait(limit time.Duration) (drained, now bool) {
 	}
 }
 
-func (n *Sidecar) inFlight() int { return n.engines.InFlight() + n.http.InFlight() }
+func (n *Sidecar) inFlight() int {
+	all := n.engines.InFlight() + n.http.InFlight()
+	if n.grpc != nil {
+		all += n.grpc.InFlight()
+	}
+	return all
+}
 
 // Ready is closed when everything serves.
 func (n *Sidecar) Ready() <-chan struct{} { return n.ready }
@@ -300,6 +330,7 @@ type Addresses struct {
 	HTTPSocket   string `json:"http_socket,omitempty"`
 	EngineSocket string `json:"engine_socket"`
 	EngineAddr   string `json:"engine_addr,omitempty"`
+	GRPC         string `json:"grpc,omitempty"`
 	Data         string `json:"data"`
 	Gossip       string `json:"gossip"`
 }
@@ -317,6 +348,9 @@ func (n *Sidecar) Addresses() Addresses {
 	if n.engineTCP != nil {
 		a.EngineAddr = n.engineTCP.Addr().String()
 	}
+	if n.grpcTCP != nil {
+		a.GRPC = n.grpcTCP.Addr().String()
+	}
 	return a
 }
 
@@ -326,6 +360,9 @@ func (n *Sidecar) banner() {
 	e := n.log.Info().Str("node", s.NodeID).Str("role", s.Role).Str("http", a.HTTP).Str("engine_socket", a.EngineSocket).Str("engine_addr", a.EngineAddr).
 		Str("data", a.Data).Str("gossip", a.Gossip).Str("memory", s.Memory.String()).Int("page_tokens", s.PageTokens).
 		Bool("api_keys", s.APIKeyFile != "").Bool("cluster_key", s.ClusterKeyFile != "").Str("version", n.version)
+	if a.GRPC != "" {
+		e = e.Str("grpc", a.GRPC)
+	}
 	if a.HTTPSocket != "" {
 		e = e.Str("http_socket", a.HTTPSocket)
 	}
