@@ -133,7 +133,7 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	str(&s.GossipKeyFile, "gossip-key-file", "", "file with the base64 key of gossip, 16, 24 or 32 bytes (default: derived from the cluster key)")
 	str(&s.APIKeyFile, "api-key-file", "", "file with entries of membrane keys generate")
 	value(&s.DrainTimeout, "drain-timeout", "longest wait for what is under way, at SIGTERM")
-	str(&s.Role, "role", "", "phases that this node serves: prefill, decode, both, or auto: it chooses by the other auto nodes")
+	str(&s.Role, "role", "", "what this node serves: prefill, decode, both, or auto (it and the other auto nodes share the two)")
 	flags.Float64Var(&s.PrefillRatio, "prefill-ratio", s.PrefillRatio, usage("prefill-ratio", "part of the auto nodes that prefill, 0 to 1; at least one of each phase"))
 	integer(&s.GRPCPort, "grpc-port", "", "port for gRPC on --host, 0 for any free one, -1 for none")
 	value(&s.HandleTTL, "handle-ttl", "how long a prefilled prompt waits for its decode, 1s to 1h; its pages are pinned as long, or until they are pulled")

@@ -137,6 +137,9 @@ func (p *prompt) pin(g *page) error {
 		return err
 	case pin.ID != 0:
 		g.pin = pin.ID
+		if !guard.handover() {
+			p.s.handles.unpin(pin.ID)
+		}
 	case why == kvwire.ReasonPinned:
 		return fmt.Errorf("%w: %s", errUnpinned, why)
 	default:
@@ -171,7 +174,7 @@ func (p *prompt) pins() (out []uint64) {
 // load appends a page that is held to the sequence, and reports false when it
 // is not here any more or has not the bytes that it should.
 func (p *prompt) load(seq Sequence, g *page) (bool, error) {
-	v, _ := p.space.View(whole, p.form, g.hash, true)
+	v, _ := p.space.View(whole, p.form, g.hash, guard.page())
 	if v == nil {
 		return false, nil
 	}
