@@ -229,6 +229,25 @@ func (s *Settings) Validate() error {
 	if s.DrainTimeout < 0 || time.Duration(s.DrainTimeout) > time.Hour {
 		return bad("drain-timeout", s.DrainTimeout.String(), "is not between 0 and 1h")
 	}
+	if err := s.validatePhases(); err != nil {
+		return err
+	}
+	switch s.LogLevel {
+	case "debug", "info", "warn", "error":
+	default:
+		return bad("log-level", s.LogLevel, "is not debug, info, warn or error")
+	}
+	if s.LogFormat != "text" && s.LogFormat != "json" {
+		return bad("log-format", s.LogFormat, "is not text or json")
+	}
+	return nil
+}
+
+// validatePhases checks what prefill and decode on different nodes need.
+func (s *Settings) validatePhases() error {
+	bad := func(flag, value, format string, args ...any) error {
+		return &SettingError{flag, value, fmt.Sprintf(format, args...)}
+	}
 	if err := roles.Check(s.Role); err != nil {
 		return bad("role", s.Role, "%v", err)
 	}
@@ -240,14 +259,6 @@ func (s *Settings) Validate() error {
 	}
 	if ttl := time.Duration(s.HandleTTL); ttl < time.Second || ttl > cache.MaxTTL {
 		return bad("handle-ttl", s.HandleTTL.String(), "is not between 1s and %v", Seconds(cache.MaxTTL))
-	}
-	switch s.LogLevel {
-	case "debug", "info", "warn", "error":
-	default:
-		return bad("log-level", s.LogLevel, "is not debug, info, warn or error")
-	}
-	if s.LogFormat != "text" && s.LogFormat != "json" {
-		return bad("log-format", s.LogFormat, "is not text or json")
 	}
 	return nil
 }

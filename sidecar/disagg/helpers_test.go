@@ -35,7 +35,6 @@ type fakePeers struct {
 	own    string
 	mu     sync.Mutex
 	others []*node
-	asked  int
 	hang   bool // manifests are not answered
 }
 
