@@ -20,7 +20,7 @@ const (
 	// was never used before.
 	tagNodeID    = "id"
 	tagRole      = "role"
-	tagAuto      = "auto"
+	tagAuto      = roles.TagAuto
 	tagRoleSince = "since" // Unix seconds
 	tagRoleWhy   = "why"
 )

@@ -206,8 +206,11 @@ func (s *Service) find(ctx context.Context, id handleID) (*entry, error) {
 	return e, nil
 }
 
+// mayPrefill reports whether a member may keep handles: it prefills, or it
+// chooses its role by itself and may have prefilled before.
 func mayPrefill(m mesh.Member) bool {
-	return (m.Status == mesh.StatusAlive || m.Status == mesh.StatusSuspect) && roles.Role(m.Role).Serves(roles.Prefill)
+	alive := m.Status == mesh.StatusAlive || m.Status == mesh.StatusSuspect
+	return alive && (roles.Role(m.Role).Serves(roles.Prefill) || m.Tags[roles.TagAuto] != "")
 }
 
 // restore brings the prompt's KV into a sequence: from here, from the node that

@@ -13,6 +13,8 @@ import (
 
 	"membrane/cache"
 	"membrane/kvwire"
+	"membrane/mesh"
+	"membrane/sidecar/roles"
 )
 
 // The point of it all: one node prefills, another decodes behind that KV and
@@ -321,6 +323,24 @@ func TestRolesRefuseTheOtherPhase(t *testing.T) {
 	kind, _ = kindOf(t, err)
 	assert.Equal(t, WrongRole, kind)
 	assert.Zero(t, b.cache.Stats().Pages)
+}
+
+func TestWhoMayKeepHandles(t *testing.T) {
+	t.Parallel()
+	auto := map[string]string{roles.TagAuto: "1"}
+	for _, c := range []struct {
+		member mesh.Member
+		want   bool
+	}{
+		{mesh.Member{Role: "prefill", Status: mesh.StatusAlive}, true},
+		{mesh.Member{Role: "both", Status: mesh.StatusSuspect}, true},
+		{mesh.Member{Status: mesh.StatusAlive}, true},
+		{mesh.Member{Role: "decode", Status: mesh.StatusAlive}, false},
+		{mesh.Member{Role: "decode", Status: mesh.StatusAlive, Tags: auto}, true}, // it may have prefilled before
+		{mesh.Member{Role: "prefill", Status: mesh.StatusFailed, Tags: auto}, false},
+	} {
+		assert.Equal(t, c.want, mayPrefill(c.member), "%+v", c.member)
+	}
 }
 
 func TestBatchesKeepAllOrNone(t *testing.T) {

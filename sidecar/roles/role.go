@@ -44,6 +44,9 @@ func (r Role) Serves(p Phase) bool {
 	return true
 }
 
+// TagAuto is the mesh tag of a node that chooses its role by itself.
+const TagAuto = "auto"
+
 // Check reports whether a value of --role is one of prefill, decode, both and
 // auto.
 func Check(setting string) error {
