@@ -2,11 +2,13 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -16,6 +18,13 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	"membrane/sidecar/grpcapi/transferpb"
 )
 
 // tenantKeys writes a keyfile with a key of scope write for each tenant.
@@ -161,4 +170,66 @@ func TestPrefillPodAndDecodePod(t *testing.T) {
 	assert.EqualValues(t, 0, got["recomputed_tokens"])
 	d.signal(t, syscall.SIGTERM)
 	assert.Zero(t, d.wait(t))
+}
+
+// grpcPods starts a prefill pod and a decode pod that know each other, with
+// gRPC, for one tenant.
+func grpcPods(t *testing.T) (p, d *node, key string) {
+	t.Helper()
+	file, keys := tenantKeys(t, "acme")
+	p = startNode(t, "-n", "p", "--role", "prefill", "--api-key-file", file, "--grpc-port", "0")
+	d = startNode(t, "-n", "d", "--role", "decode", "--api-key-file", file, "--grpc-port", "0", "--peer", p.fields["http"])
+	require.Eventually(t, func() bool {
+		_, got := d.call(t, keys["acme"], "GET", "/peers", nil)
+		peers, _ := got["peers"].([]any)
+		return len(peers) == 1 && peers[0].(map[string]any)["healthy"] == true
+	}, timeout, tick)
+	return p, d, keys["acme"]
+}
+
+func TestStockGoClient(t *testing.T) {
+	t.Parallel()
+	p, d, key := grpcPods(t)
+	client := func(n *node) transferpb.TransferClient {
+		conn, err := grpc.NewClient(n.fields["grpc"], grpc.WithTransportCredentials(insecure.NewCredentials()))
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = conn.Close() })
+		return transferpb.NewTransferClient(conn)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	ctx = metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+key)
+	prompt := &transferpb.PrefillRequest{RequestId: "r", ModelId: "llama-3-8b"}
+	for i := range int64(300) {
+		prompt.TokenIds = append(prompt.TokenIds, i+1)
+	}
+	done, err := client(p).Prefill(ctx, prompt)
+	require.NoError(t, err)
+	got, err := client(d).Decode(ctx, &transferpb.DecodeRequest{RequestId: "r", ModelId: "llama-3-8b", KvHandle: done.GetKvHandle(), MaxTokens: 8})
+	require.NoError(t, err)
+	assert.EqualValues(t, 300, got.GetPulledTokens())
+	assert.Zero(t, got.GetRecomputedTokens())
+	assert.Len(t, got.GetTokenIds(), 8)
+	_, err = client(d).Prefill(ctx, prompt)
+	assert.Equal(t, codes.FailedPrecondition, status.Code(err))
+	d.signal(t, syscall.SIGTERM)
+	assert.Zero(t, d.wait(t))
+}
+
+// TestStockPythonClient needs a Python with grpcio-tools, whose path `make
+// test-grpc` puts into MEMBRANE_GRPC_PYTHON.
+func TestStockPythonClient(t *testing.T) {
+	t.Parallel()
+	python := os.Getenv("MEMBRANE_GRPC_PYTHON")
+	if python == "" {
+		t.Skip("MEMBRANE_GRPC_PYTHON is not set: run make test-grpc")
+	}
+	p, d, key := grpcPods(t)
+	cmd := exec.Command(python, "../../sidecar/grpcapi/testdata/client.py", p.fields["grpc"], d.fields["grpc"], key)
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	require.NoError(t, cmd.Run(), errs.String())
+	var tokens []int
+	require.NoError(t, json.Unmarshal(out.Bytes(), &tokens), out.String())
+	assert.Len(t, tokens, 8)
 }
