@@ -22,9 +22,11 @@ import (
 	"google.golang.org/grpc/metadata"
 	reflectpb "google.golang.org/grpc/reflection/grpc_reflection_v1"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
 	"membrane/cache"
+	"membrane/kvwire"
 	"membrane/sidecar/auth"
 	"membrane/sidecar/disagg"
 	"membrane/sidecar/fragments"
@@ -71,6 +73,24 @@ func newAPI(t *testing.T, keys *auth.Keys, role string) *api {
 		assert.NoError(t, c.Close())
 	})
 	return &api{s, transferpb.NewTransferClient(conn), conn, c, set}
+}
+
+// fillPins pins pages of nobody's up to the cap.
+func fillPins(t *testing.T, c *cache.Cache) {
+	t.Helper()
+	space, err := c.Space("pins", kvwire.Namespace{1})
+	require.NoError(t, err)
+	for i := range 200 {
+		h := []kvwire.Hash{{byte(i), 1}}
+		_, err := space.Put(kvwire.Shard{Count: 1}, kvwire.Form{1}, h[0], make([]byte, 128<<10))
+		require.NoError(t, err)
+		_, why, err := space.Pin(kvwire.Form{1}, h, time.Minute)
+		require.NoError(t, err)
+		if why == kvwire.ReasonPinned {
+			return
+		}
+	}
+	require.Fail(t, "the pins have no cap")
 }
 
 func within(t *testing.T, d time.Duration) context.Context {
@@ -203,14 +223,10 @@ func TestStatuses(t *testing.T) {
 	f(codes.FailedPrecondition, "send prefill to a node with the role prefill or both", err)
 
 	// At the cap of pins, with when to try again.
-	for i := range int64(200) {
-		r := prompt()
-		r.TokenIds = make([]int64, 128)
-		r.TokenIds[0] = i
-		if _, err = a.Prefill(ctx, r); err != nil {
-			break
-		}
-	}
+	fillPins(t, a.cache)
+	big := prompt()
+	big.TokenIds = make([]int64, 128)
+	_, err = a.Prefill(ctx, big)
 	f(codes.Unavailable, "leases and pins", err)
 	require.Len(t, status.Convert(err).Details(), 1)
 	assert.Positive(t, status.Convert(err).Details()[0].(*errdetails.RetryInfo).GetRetryDelay().AsDuration())
@@ -292,4 +308,24 @@ func TestDeadlinesAndCancellation(t *testing.T) {
 	require.NoError(t, err)
 	cancel()
 	require.Eventually(t, func() bool { return a.server.InFlight() == 0 }, 10*time.Second, time.Millisecond)
+}
+
+// The numbers that the predecessor's clients have on the wire.
+func TestFieldNumbers(t *testing.T) {
+	t.Parallel()
+	f := func(m proto.Message, names ...string) {
+		t.Helper()
+		for i, name := range names {
+			field := m.ProtoReflect().Descriptor().Fields().ByNumber(protowire.Number(i + 1))
+			require.NotNil(t, field, name)
+			assert.EqualValues(t, name, field.Name())
+		}
+	}
+	f(&transferpb.PrefillRequest{}, "request_id", "model_id", "token_ids", "token_type_ids", "max_decode_tokens", "fingerprint")
+	f(&transferpb.PrefillResponse{}, "request_id", "kv_handle", "prefill_ms", "prompt_len", "cached_prefix_len")
+	f(&transferpb.BatchPrefillRequest{}, "requests")
+	f(&transferpb.BatchPrefillResponse{}, "responses", "elapsed_ms")
+	f(&transferpb.DecodeRequest{}, "request_id", "kv_handle", "model_id", "max_tokens")
+	f(&transferpb.DecodeResponse{}, "request_id", "token_ids", "finished")
+	assert.Equal(t, "/membrane.disagg.Transfer/BatchPrefill", transferpb.Transfer_BatchPrefill_FullMethodName)
 }

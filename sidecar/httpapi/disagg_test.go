@@ -17,6 +17,7 @@ import (
 	"github.com/valyala/fasthttp"
 
 	"membrane/cache"
+	"membrane/kvwire"
 	"membrane/sidecar/auth"
 	"membrane/sidecar/disagg"
 	"membrane/sidecar/roles"
@@ -146,6 +147,35 @@ func TestDisaggRolesAndTenants(t *testing.T) {
 	assert.Equal(t, 409, wrong.code)
 	assert.Equal(t, "wrong_role", wrong.body["error"])
 	assert.Contains(t, wrong.body["detail"], "send prefill to a node with the role prefill or both")
+}
+
+func TestPrefillAtTheCapOfPins(t *testing.T) {
+	t.Parallel()
+	a := newAPI(t, nil) // a cache of 16 MiB, half of which may be pinned
+	fillPins(t, a.cache)
+	r := a.do(t, "POST", "/disagg/prefill", `{"request_id": "r", "model_id": "m", "token_ids": `+numbers(128)+`}`)
+	assert.Equal(t, 503, r.code)
+	assert.Equal(t, "pinned", r.body["error"])
+	assert.Equal(t, "60", r.header.Get("Retry-After"))
+	assert.Contains(t, r.body["detail"], "give the cache more memory")
+}
+
+// fillPins pins pages of nobody's up to the cap.
+func fillPins(t *testing.T, c *cache.Cache) {
+	t.Helper()
+	space, err := c.Space("pins", kvwire.Namespace{1})
+	require.NoError(t, err)
+	for i := range 200 {
+		h := []kvwire.Hash{{byte(i), 1}}
+		_, err := space.Put(kvwire.Shard{Count: 1}, kvwire.Form{1}, h[0], make([]byte, 128<<10))
+		require.NoError(t, err)
+		_, why, err := space.Pin(kvwire.Form{1}, h, time.Minute)
+		require.NoError(t, err)
+		if why == kvwire.ReasonPinned {
+			return
+		}
+	}
+	require.Fail(t, "the pins have no cap")
 }
 
 // event is one event of a stream.

@@ -38,6 +38,8 @@ type api struct {
 	*Server
 	url string
 	set *metrics.Set
+
+	cache *cache.Cache
 }
 
 func newAPI(t *testing.T, keys *auth.Keys, change ...func(*Config)) *api {
@@ -73,7 +75,7 @@ func newAPI(t *testing.T, keys *auth.Keys, change ...func(*Config)) *api {
 		fs.Close()
 		require.NoError(t, c.Close())
 	})
-	return &api{s, "http://" + l.Addr().String(), set}
+	return &api{s, "http://" + l.Addr().String(), set, c}
 }
 
 func newDisagg(t testing.TB, c *cache.Cache, fs *fragments.Service, set *metrics.Set) *disagg.Service {
