@@ -202,7 +202,7 @@ func (s *Service) find(ctx context.Context, id handleID) (*entry, error) {
 		e.expires = latest
 	}
 	s.m.atPeer.Inc()
-	s.handles.put(id, e, now) // at the cap it is asked for again
+	s.handles.putCopy(id, e, now) // at the cap it is asked for again
 	return e, nil
 }
 

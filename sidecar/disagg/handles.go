@@ -70,6 +70,11 @@ func (h *handles) get(id handleID, now time.Time) *entry {
 func (h *handles) put(id handleID, e *entry, now time.Time) (retry time.Duration, ok bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	return h.enter(id, e, now)
+}
+
+// enter needs h.mu.
+func (h *handles) enter(id handleID, e *entry, now time.Time) (retry time.Duration, ok bool) {
 	old := h.entries[id]
 	size := int64(len(e.body))
 	if old != nil {
@@ -96,6 +101,16 @@ func (h *handles) put(id handleID, e *entry, now time.Time) (retry time.Duration
 	u.bytes += size
 	u.handles += more
 	return 0, true
+}
+
+// putCopy enters a handle that was found at a peer, unless there is no room or
+// it was prefilled here meanwhile.
+func (h *handles) putCopy(id handleID, e *entry, now time.Time) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if old := h.entries[id]; old == nil || !now.Before(old.expires) {
+		h.enter(id, e, now)
+	}
 }
 
 // drop lets go of an entry's pins. It needs h.mu.

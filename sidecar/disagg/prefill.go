@@ -39,6 +39,8 @@ type Prefilled struct {
 	// Cached is how many leading tokens were here or at a peer already.
 	Cached  int
 	Expires time.Time
+
+	fresh bool // the handle was not here before
 }
 
 // Prefill makes sure that the KV of a prompt is here, keeps it under its handle
@@ -90,8 +92,10 @@ func (s *Service) PrefillBatch(ctx context.Context, tenant string, batch []Prefi
 	out := make([]Prefilled, len(batch))
 	for i, p := range prompts {
 		if out[i], err = s.prefill(ctx, p, batch[i]); err != nil {
-			for _, done := range prompts[:i] {
-				s.handles.remove(done.id())
+			for k, done := range prompts[:i] {
+				if out[k].fresh { // what was there before stays
+					s.handles.remove(done.id())
+				}
 			}
 			return nil, s.ended(ctx, err, "the prefill")
 		}
@@ -179,7 +183,8 @@ func (s *Service) prefill(ctx context.Context, p *prompt, r PrefillRequest) (Pre
 	}
 	cached := p.leading()
 	var state []byte
-	if have := s.handles.get(p.id(), began); have != nil {
+	have := s.handles.get(p.id(), began)
+	if have != nil {
 		state = have.manifest.State
 	}
 	computed := 0
@@ -204,6 +209,7 @@ func (s *Service) prefill(ctx context.Context, p *prompt, r PrefillRequest) (Pre
 	return Prefilled{
 		RequestID: r.RequestID, Handle: hex.EncodeToString(p.handle[:]), Took: time.Since(began), Tokens: len(p.tokens),
 		Cached: min(cached, len(p.tokens)), Expires: e.expires,
+		fresh: have == nil,
 	}, nil
 }
 

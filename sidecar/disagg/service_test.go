@@ -225,6 +225,13 @@ func TestHandlesAreBounded(t *testing.T) {
 	assert.False(t, add("a", 1, 1))
 	assert.True(t, add("b", 1, MaxHandleBytes/2))
 	assert.False(t, add("c", 2, 1))
+	id := handleID{"b", kvwire.Hash{9}}
+	h.sweep(now.Add(2 * time.Hour))
+	h.put(id, &entry{expires: now.Add(time.Minute), pins: []uint64{1}}, now)
+	h.putCopy(id, &entry{expires: now.Add(time.Hour)}, now)
+	assert.Equal(t, []uint64{1}, h.get(id, now).pins, "a copy does not take the place of what was prefilled here")
+	h.putCopy(id, &entry{expires: now.Add(time.Hour)}, now.Add(2*time.Minute))
+	assert.Empty(t, h.get(id, now).pins, "but of what has expired")
 	h.close()
 	_, ok := h.put(handleID{}, &entry{}, now)
 	assert.False(t, ok)
@@ -350,8 +357,8 @@ func TestBatchesKeepAllOrNone(t *testing.T) {
 	require.NoError(t, err)
 	assert.Len(t, out, 2)
 	before := a.cache.Stats().Pins
-	var many []PrefillRequest
-	for i := range MaxBatch {
+	many := []PrefillRequest{prefillOf(upTo(5))} // which was there before and stays
+	for i := range MaxBatch - 1 {
 		tokens := upTo(128)
 		tokens[0] = int64(i)
 		many = append(many, prefillOf(tokens))
