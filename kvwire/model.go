@@ -119,9 +119,39 @@ type Descriptor struct {
 	// KV heads that this shard holds.
 	Layers [2]int `json:"layers"`
 	Heads  [2]int `json:"heads"`
+	// Scales are arrays of scales that lie in each block beside its numbers;
+	// none where there are none or where they lie in the model.
+	Scales []ScaleArray `json:"scales,omitempty"`
+	// Group names the cache group of a hybrid model, such as "mamba" or
+	// "sliding-window-4096": its blocks are opaque. "" for full attention.
+	Group string `json:"group,omitempty"`
 }
 
-const maxAxes = 16
+// ScaleArray says where the scales of a quantised cache lie in a block.
+type ScaleArray struct {
+	// Per says what shares one scale: [PerTensor], [PerHead] or [PerTokenHead].
+	Per string `json:"per"`
+	// DType is the type of the scales.
+	DType string `json:"dtype"`
+	// Offset is the array's first byte in the block. Axes and Strides are as
+	// in [Descriptor]. Without axes the array follows what precedes it, in the
+	// order layer, kv, head, token, and Offset is 0.
+	Offset  int64    `json:"offset,omitempty"`
+	Axes    []string `json:"axes,omitempty"`
+	Strides []int64  `json:"strides,omitempty"`
+}
+
+// What shares one scale.
+const (
+	PerTensor    = "tensor" // K or V of a layer of a block
+	PerHead      = "head"
+	PerTokenHead = "token_head"
+)
+
+const (
+	maxAxes   = 16
+	maxScales = 4
+)
 
 // Validate reports the first field with a value that is not allowed for the
 // given model.
@@ -138,13 +168,11 @@ func (d Descriptor) Validate(m ModelFacts) error {
 	if d.BlockBytes < 1 || d.BlockBytes > MaxObject {
 		return Errorf(CodeBadField, "descriptor.block_bytes", "%d is not between 1 and %d", d.BlockBytes, MaxObject)
 	}
-	if len(d.Axes) > maxAxes || len(d.Strides) != len(d.Axes) {
-		return Errorf(CodeBadField, "descriptor.strides", "%d strides for %d axes, at most %d", len(d.Strides), len(d.Axes), maxAxes)
+	if err := checkAxes("descriptor", d.Axes, d.Strides); err != nil {
+		return err
 	}
-	for _, a := range d.Axes {
-		if a == "" || len(a) > 32 {
-			return Errorf(CodeBadField, "descriptor.axes", "%q is not an axis", truncate(a, 32))
-		}
+	if err := d.checkScales(); err != nil {
+		return err
 	}
 	for _, p := range []struct {
 		name       string
@@ -169,6 +197,44 @@ func (d Descriptor) Validate(m ModelFacts) error {
 	return nil
 }
 
+func checkAxes(field string, axes []string, strides []int64) error {
+	if len(axes) > maxAxes || len(strides) != len(axes) {
+		return Errorf(CodeBadField, field+".strides", "%d strides for %d axes, at most %d", len(strides), len(axes), maxAxes)
+	}
+	for _, a := range axes {
+		if a == "" || len(a) > 32 {
+			return Errorf(CodeBadField, field+".axes", "%q is not an axis", truncate(a, 32))
+		}
+	}
+	return nil
+}
+
+func (d Descriptor) checkScales() error {
+	if len(d.Group) > maxFact {
+		return Errorf(CodeTooLarge, "descriptor.group", "%d bytes are more than %d", len(d.Group), maxFact)
+	}
+	if len(d.Scales) > maxScales {
+		return Errorf(CodeTooLarge, "descriptor.scales", "%d arrays are more than %d", len(d.Scales), maxScales)
+	}
+	for _, a := range d.Scales {
+		switch a.Per {
+		case PerTensor, PerHead, PerTokenHead:
+		default:
+			return Errorf(CodeBadField, "descriptor.scales.per", "%q is not one of %s, %s, %s", truncate(a.Per, 32), PerTensor, PerHead, PerTokenHead)
+		}
+		if a.DType == "" || len(a.DType) > maxFact {
+			return Errorf(CodeBadField, "descriptor.scales.dtype", "needs 1 to %d bytes", maxFact)
+		}
+		if a.Offset < 0 || a.Offset > d.BlockBytes {
+			return Errorf(CodeBadField, "descriptor.scales.offset", "%d is not between 0 and the block's %d bytes", a.Offset, d.BlockBytes)
+		}
+		if err := checkAxes("descriptor.scales", a.Axes, a.Strides); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // Shard returns this rank's shard: pipeline rank major, tensor rank minor.
 func (d Descriptor) Shard() Shard {
 	return Shard{Index: uint16(d.PPRank*d.TPSize + d.TPRank), Count: uint16(d.TPSize * d.PPSize)}
@@ -177,15 +243,29 @@ func (d Descriptor) Shard() Shard {
 // Form returns the digest of the layout: the first eight bytes of the SHA-256
 // over "membrane-form-v1" and a zero byte, then layout, dtype, packing,
 // block_tokens, tp_size, pp_size, and for each axis its name and its stride,
-// encoded as for [ModelFacts.Namespace]. The rank, its windows and its block
-// size in bytes are left out, so that all shards of a page share one form.
+// then for each array of scales "scales", per, dtype, offset, and each axis and
+// stride, then "group=" and the group where there is one, encoded as for
+// [ModelFacts.Namespace]. The rank, its windows and its block size in bytes are
+// left out, so that all shards of a page share one form.
 func (d Descriptor) Form() Form {
 	fields := []string{d.Layout, d.DType, d.Packing, strconv.Itoa(d.BlockTokens), strconv.Itoa(d.TPSize), strconv.Itoa(d.PPSize)}
-	for i, a := range d.Axes {
-		fields = append(fields, a, strconv.FormatInt(d.Strides[i], 10))
+	fields = appendAxes(fields, d.Axes, d.Strides)
+	for _, a := range d.Scales {
+		fields = append(fields, "scales", a.Per, a.DType, strconv.FormatInt(a.Offset, 10))
+		fields = appendAxes(fields, a.Axes, a.Strides)
+	}
+	if d.Group != "" {
+		fields = append(fields, "group="+d.Group)
 	}
 	sum := digestFields("membrane-form-v1", fields...)
 	return Form(sum[:FormSize])
+}
+
+func appendAxes(fields, axes []string, strides []int64) []string {
+	for i, a := range axes {
+		fields = append(fields, a, strconv.FormatInt(strides[i], 10))
+	}
+	return fields
 }
 
 // PageTokens returns the tokens in a page for an engine block and the page

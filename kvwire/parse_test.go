@@ -330,6 +330,16 @@ func TestValidateNamesTheField(t *testing.T) {
 		"descriptor.pp_size":      func(d *Descriptor) { d.TPSize, d.PPSize = 32, 32 },
 		"descriptor.layers":       func(d *Descriptor) { d.Layers = [2]int{0, 3} },
 		"descriptor.heads":        func(d *Descriptor) { d.Heads = [2]int{2, 2} },
+		"descriptor.scales":       func(d *Descriptor) { d.Scales = make([]ScaleArray, maxScales+1) },
+		"descriptor.scales.per":   func(d *Descriptor) { d.Scales = []ScaleArray{{Per: "layer", DType: "float32"}} },
+		"descriptor.scales.dtype": func(d *Descriptor) { d.Scales = []ScaleArray{{Per: PerHead}} },
+		"descriptor.scales.offset": func(d *Descriptor) {
+			d.Scales = []ScaleArray{{Per: PerHead, DType: "float32", Offset: d.BlockBytes + 1}}
+		},
+		"descriptor.scales.strides": func(d *Descriptor) {
+			d.Scales = []ScaleArray{{Per: PerHead, DType: "float32", Axes: []string{"layer"}}}
+		},
+		"descriptor.group": func(d *Descriptor) { d.Group = strings.Repeat("g", maxFact+1) },
 	} {
 		d := good
 		change(&d)

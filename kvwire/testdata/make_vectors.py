@@ -75,9 +75,18 @@ def namespace(model: dict[str, Any], page_tokens: int) -> bytes:
 def form(descriptor: dict[str, Any]) -> bytes:
     fields = [descriptor[name] for name in ("layout", "dtype", "packing")]
     fields += [str(descriptor[name]) for name in ("block_tokens", "tp_size", "pp_size")]
-    for axis, stride in zip(descriptor["axes"], descriptor["strides"], strict=True):
-        fields += [axis, str(stride)]
+    fields += axes(descriptor)
+    for scales in descriptor.get("scales", []):
+        fields += ["scales", scales["per"], scales["dtype"], str(scales.get("offset", 0))]
+        fields += axes(scales)
+    if group := descriptor.get("group"):
+        fields.append("group=" + group)
     return digest_fields("membrane-form-v1", *fields)[:8]
+
+
+def axes(described: dict[str, Any]) -> list[str]:
+    pairs = zip(described.get("axes", []), described.get("strides", []), strict=True)
+    return [field for axis, stride in pairs for field in (axis, str(stride))]
 
 
 def frame(kind: int, ident: int, body: bytes) -> str:
@@ -151,12 +160,30 @@ def names() -> dict[str, Any]:
         "tp_size": 2,
         "tp_rank": 1,
     }
+    scaled = packed | {
+        "dtype": "int8",
+        "packing": "",
+        "block_bytes": 221280,
+        "scales": [
+            {"per": "tensor", "dtype": "float32"},
+            {
+                "per": "token_head",
+                "dtype": "float32",
+                "offset": 196704,
+                "axes": ["layer", "kv", "head", "token"],
+                "strides": [2048, 512, 128, 4],
+            },
+        ],
+    }
+    opaque = packed | {"layout": "vllm-mamba", "packing": "", "group": "mamba"}
     return {
         "namespaces": [
             {"model": m, "page_tokens": p, "namespace": namespace(m, p).hex()}
             for m, p in ((model, 64), (quantized, 128))
         ],
-        "forms": [{"descriptor": d, "form": form(d).hex()} for d in (packed, canonical)],
+        "forms": [
+            {"descriptor": d, "form": form(d).hex()} for d in (packed, canonical, scaled, opaque)
+        ],
     }
 
 

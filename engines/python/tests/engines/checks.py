@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from harness import (
@@ -14,8 +15,12 @@ from harness import (
     STORE_MS,
     Answer,
     Engine,
+    Sidecar,
     eventually,
 )
+from membrane_kv import wire
+from membrane_kv.client import Client
+from membrane_kv.wire import Descriptor, Model, Register
 
 N = 1000
 PAGES = N // PAGE
@@ -62,6 +67,33 @@ def quiet(engine: Engine) -> None:
 def page_bytes(engine: Engine) -> int:
     d = engine.stats("worker")["registration"]["descriptor"]
     return int(PAGE // BLOCK * d["block_bytes"])
+
+
+def registration(worker: dict[str, Any], engine: str, role: str) -> Register:
+    """Return how a worker has registered, under another name or role."""
+    r = worker["registration"]
+    d = dict(r["descriptor"])
+    layers, heads = d.pop("layers"), d.pop("heads")
+    axes, strides = tuple(d.pop("axes")), tuple(d.pop("strides"))
+    descriptor = Descriptor(
+        **d, axes=axes, strides=strides, layer_window=tuple(layers), head_window=tuple(heads)
+    )
+    return Register(engine, role, Model(**r["model"]), descriptor)
+
+
+def leased_pages(
+    sidecar: Sidecar, engine: Engine, ids: list[int], shard: int = 0
+) -> list[tuple[int, int]]:
+    """Return offset and checksum of each page's shard that a sidecar holds of a prompt."""
+    deadline = time.monotonic() + 5
+    client = Client.connect(sidecar.socket, deadline, name="test")
+    try:
+        client.register(registration(engine.stats("worker"), "probe", "scheduler"), deadline)
+        found = client.match(wire.tokens(ids), deadline, flags=wire.MATCH_LOCAL)
+        at = found.locations[:, shard]
+        return list(zip(at["offset"].tolist(), at["sum"].tolist(), strict=True))
+    finally:
+        client.close()
 
 
 def hooks_in_time(engine: Engine) -> None:

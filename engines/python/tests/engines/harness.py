@@ -435,11 +435,16 @@ class Proxy:
 
     `flip_at`: which byte of what the server sends on each connection gets a bit
     flipped, or -1. `hold_at`: what `moved`, the bytes sent back, does not pass, or -1.
+    `garble_at`: from which value of `moved` on all bytes are wrong, or -1. `rate`: how
+    many bytes a second are sent back, or 0 for all that come.
     """
 
     def __init__(self, host: str, port: int, target: tuple[str, int]) -> None:
         self.flip_at = -1
         self.hold_at = -1
+        self.garble_at = -1
+        self.rate = 0.0
+        self._due = 0.0
         self.moved = 0
         self.flipped = 0
         self.address = f"{host}:{port}"
@@ -477,15 +482,25 @@ class Proxy:
                 while 0 <= self.hold_at < self.moved + len(data) and source in self._open:
                     self._closing.wait(0.005)
                 self._spoil(data)
+                if self.rate:
+                    self._pace(len(data))
                 sink.sendall(data)
                 self.moved += len(data)
         self._end(source, sink)
+
+    def _pace(self, size: int) -> None:
+        """Wait as long as the rate asks; what a busy machine made late is made up for."""
+        now = time.monotonic()
+        self._due = max(self._due, now - 0.5) + size / self.rate
+        self._closing.wait(max(self._due - now, 0))
 
     def _spoil(self, data: bytearray) -> None:
         """Flip a bit when this much of a page comes by: small answers pass unchanged."""
         if 0 <= self.flip_at < len(data):
             data[self.flip_at] ^= 1
             self.flipped += 1
+        if 0 <= self.garble_at < self.moved + len(data):
+            data[:] = bytes(b ^ 0xA5 for b in data)
 
     def _end(self, *sockets: socket.socket) -> None:
         for s in sockets:
@@ -493,6 +508,11 @@ class Proxy:
                 s.shutdown(socket.SHUT_RDWR)
             s.close()
             self._open.discard(s)
+
+    def behave(self) -> None:
+        """Spoil nothing any more."""
+        self.flip_at = self.hold_at = self.garble_at = -1
+        self.rate = 0.0
 
     def disconnect(self) -> None:
         """Close every connection that is forwarded."""

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import PAGES, N, counted, hooks_in_time, memfds, page_bytes, prefill, quiet, same
+from checks import (
+    PAGES,
+    N,
+    counted,
+    hooks_in_time,
+    memfds,
+    page_bytes,
+    prefill,
+    quiet,
+    registration,
+    same,
+)
 from harness import (
     BLOCK,
     PAGE,
@@ -30,6 +41,8 @@ from harness import (
     make_model,
     prompt,
 )
+from membrane_kv.client import Client
+from membrane_kv.wire import WireError
 
 MODEL_LEN = 1280
 BLOCKS = MODEL_LEN // BLOCK + 2
@@ -66,6 +79,7 @@ class Matrix:
                 "sidecar": self.link.address,
                 "inline": True,
                 "load_deadline_ms": LOAD_PATIENCE_MS,
+                "lease_ms": LEASE_MS,
             },
         )
         for engine in (self.small, self.other):
@@ -346,7 +360,7 @@ def test_client_gone_while_pages_are_loaded(matrix: Matrix, late: bool) -> None:
         else:
             unchanged(lambda: link.moved, 0.5)
     finally:
-        link.hold_at = -1
+        link.behave()
     counted(other, "worker", ended, before)
     nothing_kept(other, matrix.sidecar)
     good_in_store(other, ids, want, PAGES * PAGE)
@@ -396,6 +410,88 @@ def test_worker_stopped_past_its_lease_while_the_arena_refills(matrix: Matrix) -
     counted(small, "worker", "failed_loads_expired", failed)
     nothing_kept(small, matrix.sidecar)
     good_in_store(small, ids, want, 0)
+
+
+def test_lease_ends_in_the_middle_of_a_copy(matrix: Matrix) -> None:
+    small, other, link = matrix.small, matrix.other, matrix.link
+    matrix.restart("--memory=4MiB")
+    ids = matrix.fresh()
+    want = other.complete(ids, salt="another")
+    store(other, ids)
+    other.forget()
+    quiet(other)
+    failed, loads = (other.count("worker", name) for name in ("failed_loads", "loads"))
+    expired, moved, size = matrix.cache("leases_expired"), link.moved, page_bytes(other)
+    link.hold_at = moved + 5 * size
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        try:
+            future = pool.submit(other.complete, ids)
+            eventually(lambda: link.moved > moved + 4 * size, "the load")
+            eventually(lambda: matrix.cache("leases_expired") > expired, "the end of the lease")
+            evicted = matrix.cache("evictions")
+
+            def refilled() -> bool:
+                small.complete(matrix.fresh(), 1)
+                return bool(matrix.cache("evictions") > evicted + 2 * PAGES)
+
+            eventually(refilled, "that the arena refills", 60)
+        finally:
+            link.behave()
+        same(future.result(), want)
+    # As expired, or by its deadline where the arena has taken long to refill.
+    counted(other, "worker", "failed_loads", failed)
+    assert other.count("worker", "loads") == loads
+    nothing_kept(other, matrix.sidecar)
+    good_in_store(other, ids, want, 0)
+
+
+def test_rank_claimed_by_another_while_the_engine_has_it(matrix: Matrix) -> None:
+    small = matrix.small
+    matrix.restart()
+    ids = matrix.fresh()
+    want = matrix.want(ids)
+    store(small, ids)
+    deadline = time.monotonic() + 5
+    claimant = Client.connect(matrix.sidecar.socket, deadline, name="test")
+    try:
+        mine = registration(small.stats("worker"), small.name, "worker")
+        with pytest.raises(WireError) as refused:
+            claimant.register(mine, deadline)
+        assert "live connection" in str(refused.value)
+    finally:
+        claimant.close()
+    good_in_store(small, ids, want, PAGES * PAGE)
+    nothing_kept(small, matrix.sidecar)
+
+
+def test_rank_claimed_by_another_before_the_engine_comes(matrix: Matrix) -> None:
+    small = matrix.small
+    ids = matrix.fresh()
+    want = matrix.want(ids)
+    worker = small.stats("worker")
+    os.kill(worker["pid"], signal.SIGSTOP)
+    try:
+        matrix.sidecar.kill()
+        matrix.sidecar.start()
+        deadline = time.monotonic() + 5
+        claimant = Client.connect(matrix.sidecar.socket, deadline, name="test")
+        claimant.register(registration(worker, small.name, "worker"), deadline)
+    finally:
+        os.kill(worker["pid"], signal.SIGCONT)
+    try:
+        for _ in range(2):
+            got = small.complete(ids)
+            same(got, want)
+            assert got.cached == 0
+            small.forget()
+    finally:
+        claimant.close()
+    matrix.attached()
+    again = matrix.fresh()
+    want = matrix.want(again)
+    store(small, again)
+    good_in_store(small, again, want, PAGES * PAGE)
+    nothing_kept(small, matrix.sidecar)
 
 
 def test_preempted_requests(matrix: Matrix) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -18,41 +17,19 @@ from checks import (
     N,
     counted,
     hooks_in_time,
+    leased_pages,
     memfds,
     page_bytes,
     prefill,
     quiet,
     same,
 )
-from harness import BLOCK, PAGE, Answer, Cluster, Engine, Sidecar, eventually, prompt
-from membrane_kv import wire
-from membrane_kv.client import Client
-from membrane_kv.wire import Descriptor, Model, Register
+from harness import BLOCK, MATCH_MS, PAGE, Answer, Cluster, Engine, eventually, prompt
 
 
 def misses(engine: Engine) -> dict[str, int]:
     counts = engine.stats("scheduler")["counts"]
     return {k: v for k, v in counts.items() if k.startswith("misses_")}
-
-
-def leased_pages(sidecar: Sidecar, engine: Engine, ids: list[int]) -> list[tuple[int, int]]:
-    """Return offset and checksum of each page that a sidecar holds of a prompt."""
-    r = engine.stats("worker")["registration"]
-    d = dict(r["descriptor"])
-    layers, heads = d.pop("layers"), d.pop("heads")
-    axes, strides = tuple(d.pop("axes")), tuple(d.pop("strides"))
-    descriptor = Descriptor(
-        **d, axes=axes, strides=strides, layer_window=tuple(layers), head_window=tuple(heads)
-    )
-    deadline = time.monotonic() + 5
-    client = Client.connect(sidecar.socket, deadline, name="test")
-    try:
-        client.register(Register("probe", "scheduler", Model(**r["model"]), descriptor), deadline)
-        found = client.match(wire.tokens(ids), deadline, flags=wire.MATCH_LOCAL)
-        at = found.locations[:, 0]
-        return list(zip(at["offset"].tolist(), at["sum"].tolist(), strict=True))
-    finally:
-        client.close()
 
 
 def test_pages_cross_from_a_to_b(cluster: Cluster) -> None:
@@ -271,6 +248,44 @@ def test_holder_killed_in_the_middle_of_a_fill(cluster: Cluster) -> None:
     quiet(cluster.engine_b)
     assert sum(misses(cluster.engine_b).values()) == sum(before.values()) + 1
     eventually(lambda: cluster.b.knows(cluster.a), "that the sidecars meet again", 60)
+    recovered(cluster)
+
+
+@pytest.mark.parametrize("how", ["stopped", "slow", "garbled"])
+def test_holder_fails_in_the_middle_of_a_fill(cluster: Cluster, how: str) -> None:
+    b, link = cluster.engine_b, cluster.link
+    ids, want = some(cluster, 1)
+    size = page_bytes(b)
+    quiet(b)
+    before, moved = misses(b), link.moved
+    match how:
+        case "stopped":
+            link.hold_at = moved + 4 * size
+        case "slow":
+            link.rate = 6e3 / MATCH_MS * size  # not half of the pages by the deadline
+        case "garbled":
+            link.garble_at = moved + 4 * size
+
+    def in_the_middle() -> None:
+        eventually(lambda: link.moved > moved + size, "the fill")
+        if how == "stopped":
+            cluster.a.signal(signal.SIGSTOP)
+
+    try:
+        got = during(cluster, ids, in_the_middle)
+        same(got[0], want[0])
+        assert got[0].cached < PAGES * PAGE
+        if how == "slow":
+            assert got[0].cached >= PAGE
+        quiet(b)
+        assert sum(misses(b).values()) == sum(before.values()) + 1
+    finally:
+        cluster.a.signal(signal.SIGCONT)
+        link.behave()
+    b.forget()
+    again = b.complete(ids[0], 40)
+    same(again, want[0])
+    assert again.cached == PAGES * PAGE
     recovered(cluster)
 
 
