@@ -21,6 +21,7 @@ CC ?= cc
 RACE := $(if $(shell command -v $(CC)),-race,)
 PYTOOLS := $(CURDIR)/.venv/tools/bin
 PYTHON_DIR := engines/python
+PROTO_DIR := sidecar/grpcapi/transferpb
 
 .PHONY: help
 help: ## Print this list
@@ -35,7 +36,7 @@ demo: build ## See KV computed by one engine served to another, on this machine
 	bin/membrane demo
 
 .PHONY: test
-test: test-race test-plain test-python ## Run every test that needs no engine
+test: test-race test-plain test-python test-grpc ## Run every test that needs no engine
 
 # What every run of the Go tests has in common.
 GOTEST = MEMBRANE_BIN='$(CURDIR)/bin/membrane' GOFLAGS=-buildvcs=false \
@@ -59,6 +60,11 @@ test-invariants: ## Switch off each guard of an invariant and see its test fail
 .PHONY: test-python
 test-python: pytools build ## Run the Python unit tests of engines/python
 	cd $(PYTHON_DIR) && MEMBRANE_BIN='$(CURDIR)/bin/membrane' '$(PYTOOLS)/python' -m pytest -p no:cacheprovider --ignore=tests/engines tests
+
+.PHONY: test-grpc
+test-grpc: build grpctools ## Drive the gRPC interface with a stock Python client
+	MEMBRANE_GRPC_PYTHON='$(CURDIR)/.venv/grpc/bin/python' MEMBRANE_BIN='$(CURDIR)/bin/membrane' GOFLAGS=-buildvcs=false \
+		go test -count=1 -run '^TestStockPythonClient$$' ./cmd/membrane
 
 .PHONY: test-engines
 test-engines: build ## Install the pinned engines and run them with the real sidecars
@@ -112,6 +118,19 @@ pytools:
 fmt: pytools ## Format Go and Python
 	$(STATIC) $(TOOL) gofumpt -w $(wildcard */)
 	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIR)
+
+# protoc comes with Python's grpcio-tools, its plugins are Go tools.
+.PHONY: proto
+proto: grpctools ## Generate the Go code of the gRPC interface again
+	@mkdir -p bin/proto
+	cd tools && $(STATIC) go build -o '$(CURDIR)/bin/proto/' google.golang.org/protobuf/cmd/protoc-gen-go google.golang.org/grpc/cmd/protoc-gen-go-grpc
+	PATH='$(CURDIR)/bin/proto':"$$PATH" .venv/grpc/bin/python -m grpc_tools.protoc -I $(PROTO_DIR) \
+		--go_out=$(PROTO_DIR) --go_opt=paths=source_relative \
+		--go-grpc_out=$(PROTO_DIR) --go-grpc_opt=paths=source_relative $(PROTO_DIR)/transfer.proto
+
+.PHONY: grpctools
+grpctools:
+	@mkdir -p .venv; venv=$$(.ci/venv.sh grpc tools/grpc-requirements.txt); ln -sfn "$$venv" .venv/grpc
 
 .PHONY: fuzz
 fuzz: ## Run each fuzz target for FUZZTIME

@@ -33,27 +33,35 @@ func (s *Space) ReserveAnew(form kvwire.Form, h kvwire.Hash, length int64) (*Slo
 
 // Commit makes bytes that came without a checksum visible under their name,
 // with the one of their parts ([PartSums]) that the caller computed over the
-// room itself, which nobody may write any more. Where the condition does not hold, the room is given
-// back and the result is Exists or [kvwire.ReasonAbsent]. Bytes that are
-// replaced stay for those who view or lease them; nobody finds neither. Any
-// condition but IfAbsent needs a slot of [Space.ReserveAnew].
+// room itself, which nobody may write any more. Where the condition does not
+// hold, the room is given back and the result is Exists or
+// [kvwire.ReasonAbsent]. Bytes that are replaced stay for those who view or
+// lease them; nobody finds neither. Any condition but IfAbsent needs a slot of
+// [Space.ReserveAnew].
 func (sl *Slot) Commit(cond Condition, sum kvwire.Checksum) PutResult {
-	return sl.commit(cond, nil, sum)
+	return sl.commit(cond, nil, object{sum: sum, parts: true})
+}
+
+// CommitWhole is Commit for an object that peers may have, too: it computes the
+// checksum of all bytes at once, over the room itself, and signs it.
+func (sl *Slot) CommitWhole(cond Condition) PutResult {
+	sum := kvwire.Sum(sl.b)
+	return sl.commit(cond, nil, object{sum: sum, auth: sl.space.c.auth.Sign(sl.Key(), uint64(len(sl.b)), sum)})
 }
 
 // CommitOver is Commit on the condition that what is there is still the object
 // that v views: else Exists or [kvwire.ReasonAbsent].
 func (sl *Slot) CommitOver(v *View, sum kvwire.Checksum) PutResult {
-	return sl.commit(ifSame, v.page, sum)
+	return sl.commit(ifSame, v.page, object{sum: sum, parts: true})
 }
 
-func (sl *Slot) commit(cond Condition, over *page, sum kvwire.Checksum) PutResult {
+func (sl *Slot) commit(cond Condition, over *page, o object) PutResult {
 	c := sl.space.c
 	if cond != IfAbsent && sl.shard != whole {
 		sl.Abort()
 		return c.refuse(kvwire.ReasonLayout)
 	}
-	return sl.publishIf(object{sum: sum, parts: true}, cond, over)
+	return sl.publishIf(o, cond, over)
 }
 
 // Remove drops one page, whatever it holds, under [kvwire.ReasonDeleted], and

@@ -44,6 +44,7 @@ const (
 	TypeBatchRead Type = 0x22
 	TypeDirectory Type = 0x23
 	TypeCheck     Type = 0x24
+	TypeManifest  Type = 0x25
 
 	// TypePage carries one page of a batch read or of an inline read.
 	TypePage Type = 0x40
@@ -60,7 +61,7 @@ var typeNames = map[Type]string{
 	TypeLease: "lease", TypeRelease: "release", TypeReserve: "reserve", TypeCommit: "commit", TypeDrop: "drop",
 	TypeReset: "reset", TypeStats: "stats", TypeRead: "read", TypeWrite: "write", TypeChallenge: "challenge",
 	TypeProof: "proof", TypeBatchRead: "batch_read", TypeDirectory: "directory",
-	TypeCheck: "check", TypePage: "page", TypeError: "error",
+	TypeCheck: "check", TypeManifest: "manifest", TypePage: "page", TypeError: "error",
 }
 
 // String returns the type's name, with "_answer" behind it for answers.

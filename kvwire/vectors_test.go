@@ -49,7 +49,8 @@ type vectors struct {
 		Checksum      string `json:"checksum"`
 		Authenticator string `json:"authenticator"`
 	} `json:"authenticators"`
-	Frames map[string]string `json:"frames"`
+	Handles []string          `json:"handles"`
+	Frames  map[string]string `json:"frames"`
 }
 
 func loadVectors(t *testing.T) vectors {
@@ -124,6 +125,13 @@ func TestNameVectors(t *testing.T) {
 	}
 }
 
+func upTo(first, last int64) (out []int64) {
+	for i := first; i <= last; i++ {
+		out = append(out, i)
+	}
+	return out
+}
+
 func TestFrameVectors(t *testing.T) {
 	v := loadVectors(t)
 	salt := "salt"
@@ -146,6 +154,19 @@ func TestFrameVectors(t *testing.T) {
 	copy(answerer.Nonce[:], bytes.Repeat([]byte{2}, NonceSize))
 	proof := Proof(key, SideAsker, asker, answerer)
 	page := PageHeader{Index: 3, Shard: Shard{1, 2}, Form: form, Length: uint64(len(object)), Sum: sum, Auth: Auth(unhex(t, v.Authenticators[0].Authenticator))}
+
+	manifest := Manifest{
+		Namespace: ns, Form: form, Created: 1000, Expires: 2000, PageTokens: 16, Model: "m", Node: "n-1",
+		Tokens: tokens(upTo(1, 32)...), State: []byte("state"),
+	}
+	pages, handle, err := manifest.Check()
+	require.NoError(t, err)
+	assert.Len(t, pages, 2)
+	assert.Equal(t, v.Handles[0], hex.EncodeToString(handle[:]))
+	manifest.Tokens = tokens(upTo(1, 20)...) // of which four are a short page
+	_, handle, err = manifest.Check()
+	require.NoError(t, err)
+	assert.Equal(t, v.Handles[1], hex.EncodeToString(handle[:]))
 
 	for name, got := range map[string][]byte{
 		"ping": frame(TypePing, 1, nil),
@@ -175,6 +196,8 @@ func TestFrameVectors(t *testing.T) {
 		"challenge":        frame(TypeChallenge, 1, AppendChallenge(nil, asker)),
 		"challenge_answer": frame(TypeChallenge|AnswerBit, 1, AppendChallengeAnswer(nil, ChallengeAnswer{Proof(key, SideAnswerer, asker, answerer), answerer})),
 		"proof":            frame(TypeProof, 2, proof[:]),
+		"manifest_request": frame(TypeManifest, 4, AppendManifestRequest(nil, ManifestRequest{Op: ManifestPulled, Handle: hash, Tenant: "acme"})),
+		"manifest_answer":  frame(TypeManifest|AnswerBit, 4, AppendManifestAnswer(nil, key, "acme", AppendManifest(nil, manifest))),
 		"check":            frame(TypeCheck, 3, AppendBatchRead(nil, BatchRead{DeadlineUS: 50000, Form: form, Namespace: ns, Tenant: "acme", Hashes: []Hash{hash}})),
 		"batch_read":       frame(TypeBatchRead, 3, AppendBatchRead(nil, BatchRead{DeadlineUS: 50000, Form: form, Namespace: ns, Tenant: "acme", Hashes: []Hash{hash}})),
 	} {

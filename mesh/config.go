@@ -60,6 +60,8 @@ type Config struct {
 	Logger zerolog.Logger
 	// Store is the local cache.
 	Store Store
+	// Manifests are what peers may ask for by handle; nil if none.
+	Manifests Manifests
 
 	// FillTimeout bounds a fill whose context has no deadline. Default 2 s.
 	FillTimeout time.Duration
@@ -73,6 +75,9 @@ type Config struct {
 	DirectoryWait time.Duration
 	// IdleTimeout closes a data connection without requests. Default 2 min.
 	IdleTimeout time.Duration
+	// TagPause is the least time between two changes of this node's tags.
+	// Default 30 s, or N/3 s in a mesh of more than 90 nodes.
+	TagPause time.Duration
 }
 
 const (

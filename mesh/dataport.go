@@ -257,7 +257,9 @@ func (s *session) request() error {
 		return s.refuse(h.ID, err)
 	}
 	arrived := time.Now()
-	if h.Type != kvwire.TypeBatchRead && h.Type != kvwire.TypeDirectory && h.Type != kvwire.TypeCheck {
+	switch h.Type {
+	case kvwire.TypeBatchRead, kvwire.TypeDirectory, kvwire.TypeCheck, kvwire.TypeManifest:
+	default:
 		return s.refuse(h.ID, kvwire.Errorf(kvwire.CodeBadField, "type", "a %s frame is not for the data port", h.Type))
 	}
 	_ = s.c.SetReadDeadline(arrived.Add(answerTime))
@@ -268,8 +270,11 @@ func (s *session) request() error {
 	if s.in = body[:0]; cap(body) > keepHashes*kvwire.HashSize {
 		s.in = nil
 	}
-	if h.Type == kvwire.TypeDirectory {
+	switch h.Type {
+	case kvwire.TypeDirectory:
 		return s.directory(h.ID, body)
+	case kvwire.TypeManifest:
+		return s.manifest(h.ID, body)
 	}
 	req, err := kvwire.ParseBatchRead(body, s.hashes[:0])
 	if err != nil {

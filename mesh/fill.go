@@ -22,6 +22,9 @@ type FillRequest struct {
 	ObjectBytes []int64
 	// Hashes are the pages; at most [kvwire.MaxBatch].
 	Hashes []kvwire.Hash
+	// From names a peer that is known to hold the pages, whatever its directory
+	// says: it may have made them a moment ago. "" for none.
+	From string
 }
 
 // maxStrikes is how often one fill asks a peer again that ran out of time
@@ -133,13 +136,10 @@ func (c *call) digest(i int) uint64 {
 // pos on, that run, and whether another could stand in for the first page.
 func (c *call) candidate(pos int) (best *peer, run int, another bool) {
 	for _, p := range c.m.peers.all() {
-		f := p.directory()
-		if f == nil || c.strikes[p.name] >= maxStrikes || p.isDown() {
+		if c.strikes[p.name] >= maxStrikes || p.isDown() {
 			continue
 		}
-		n, probes := gallop(f.has, c.digest, pos, len(c.req.Hashes), maxProbes-c.probes[p.name])
-		c.probes[p.name] += probes
-		c.m.counters.probes.Add(uint64(probes))
+		n := c.run(p, pos)
 		if n == 0 {
 			continue
 		}
@@ -149,6 +149,21 @@ func (c *call) candidate(pos int) (best *peer, run int, another bool) {
 		}
 	}
 	return best, run, another
+}
+
+// run returns how many pages from pos on the peer seems to hold.
+func (c *call) run(p *peer, pos int) int {
+	if p.name == c.req.From {
+		return len(c.req.Hashes) - pos
+	}
+	f := p.directory()
+	if f == nil {
+		return 0
+	}
+	n, probes := gallop(f.has, c.digest, pos, len(c.req.Hashes), maxProbes-c.probes[p.name])
+	c.probes[p.name] += probes
+	c.m.counters.probes.Add(uint64(probes))
+	return n
 }
 
 // gallop returns how many digests from pos on, up to end, are listed, as far

@@ -283,12 +283,15 @@ func (g *gossip) current() (s *serf.Serf, name, addr string) {
 	return g.serf, g.name, g.addr
 }
 
-// setTag changes one of our tags. Others are told at once, or later when a
+// setTags changes some of our tags. Others are told at once, or later when a
 // change was not long ago; see tagPause.
-func (g *gossip) setTag(key, value string) {
+func (g *gossip) setTags(tags map[string]string) {
 	g.mu.Lock()
-	changed := g.tags[key] != value
-	g.tags[key] = value
+	changed := false
+	for key, value := range tags {
+		changed = changed || g.tags[key] != value
+		g.tags[key] = value
+	}
 	g.mu.Unlock()
 	if changed {
 		select {

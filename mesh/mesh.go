@@ -52,6 +52,9 @@ func New(cfg Config) (*Mesh, error) {
 	m.gossip = newGossip(cfg, m.log, map[string]string{tagHTTP: cfg.HTTPAddr, tagRole: cfg.Role, tagVersion: cfg.Version})
 	m.gossip.onUp, m.gossip.onGone = m.peers.up, m.peers.lost
 	m.gossip.name = cfg.NodeID
+	if cfg.TagPause > 0 {
+		m.gossip.pause = func(int) time.Duration { return cfg.TagPause }
+	}
 	m.http = &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: (&net.Dialer{Timeout: 2 * time.Second}).DialContext}}
 	return m, nil
 }
@@ -115,7 +118,11 @@ func (m *Mesh) DataAddr() string { return m.dataAddr }
 // SetTag changes one of this node's tags ("role", or a small one of the
 // caller's such as "ns"; all together at most some 400 bytes). Others are told
 // at most once per 30 s, or per N/3 s in a mesh of N nodes.
-func (m *Mesh) SetTag(key, value string) { m.gossip.setTag(key, value) }
+func (m *Mesh) SetTag(key, value string) { m.gossip.setTags(map[string]string{key: value}) }
+
+// SetTags changes several tags at once, as [Mesh.SetTag] does one: others learn
+// of all of them together.
+func (m *Mesh) SetTags(tags map[string]string) { m.gossip.setTags(tags) }
 
 // Status says how a member is.
 type Status string

@@ -26,6 +26,18 @@ func listenHTTP(s *Settings) (net.Listener, error) {
 	return l, nil
 }
 
+// listenGRPC opens the port for gRPC, nil if none is asked for.
+func listenGRPC(s *Settings) (net.Listener, error) {
+	if s.GRPCPort == grpcOff {
+		return nil, nil
+	}
+	l, err := net.Listen("tcp", net.JoinHostPort(s.Host, strconv.Itoa(s.GRPCPort)))
+	if err != nil {
+		return nil, &SettingError{"grpc-port", strconv.Itoa(s.GRPCPort), fmt.Sprintf("cannot listen there: %v", err)}
+	}
+	return l, nil
+}
+
 // listenEngines opens the engines' port. The default port may be another
 // sidecar's on the same machine: then any free one will do, because engines
 // find this sidecar by its socket or by the port that was logged.

@@ -22,6 +22,7 @@ func (n *Sidecar) peers() httpapi.Peers {
 	for _, m := range n.mesh.Members() {
 		p := describe(m)
 		if m.Self {
+			n.describeRole(&p)
 			out.Self = p
 		} else {
 			out.Peers = append(out.Peers, p)
@@ -37,18 +38,23 @@ func describe(m mesh.Member) httpapi.Peer {
 	if id == "" {
 		id = m.Name
 	}
-	return httpapi.Peer{
+	p := httpapi.Peer{
 		NodeID: id, Host: host, Port: number, Healthy: m.Status == mesh.StatusAlive && !m.Down,
 		Suspect: m.Status == mesh.StatusSuspect, Status: string(m.Status), Name: m.Name, Gossip: m.GossipAddr, Data: m.DataAddr,
 		Role: m.Role, Version: m.Version, RTTMS: float64(m.RTT.Microseconds()) / 1000, Pages: m.Pages,
 	}
+	p.RoleAuto, p.RoleWhy = m.Tags[tagAuto] != "", m.Tags[tagRoleWhy]
+	if s, err := strconv.ParseInt(m.Tags[tagRoleSince], 10, 64); err == nil {
+		p.RoleSince = time.Unix(s, 0).UTC().Format(time.RFC3339)
+	}
+	return p
 }
 
 // status is the answer of /statusz.
 func (n *Sidecar) status() any {
 	return map[string]any{
 		"node_id": n.settings.NodeID, "name": n.mesh.Name(), "version": n.version, "uptime_s": int(time.Since(n.started).Seconds()),
-		"addresses": n.Addresses(), "in_flight": n.inFlight(),
+		"addresses": n.Addresses(), "in_flight": n.inFlight(), "role": n.roleStatus(),
 		"engines": n.engines.Status(), "served": n.engines.Counts(),
 		"cache":     engineport.CacheCounts(n.cache),
 		"fragments": n.fragments.Len(),

@@ -14,6 +14,8 @@ import (
 	"membrane/cache"
 	"membrane/kvwire"
 	"membrane/sidecar/auth"
+	"membrane/sidecar/disagg"
+	"membrane/sidecar/roles"
 )
 
 // DefaultEngineSocket is where engines look for the sidecar.
@@ -45,6 +47,9 @@ type Settings struct {
 	APIKeyFile       string
 	DrainTimeout     Seconds
 	Role             string
+	PrefillRatio     float64
+	HandleTTL        Seconds
+	GRPCPort         int // grpcOff: none
 	LogLevel         string
 	LogFormat        string
 	Daemon           bool
@@ -79,7 +84,7 @@ func DefaultSettings() Settings {
 	return Settings{
 		NodeID: host[:min(len(host), maxNodeID)], Host: "127.0.0.1", Port: 8080, EngineAddr: "127.0.0.1:7600", EngineTenant: auth.PublicTenant,
 		Memory: 1 << 30, Inbox: 256 << 20, PageTokens: 64, DataAddr: "127.0.0.1:0", GossipAddr: "127.0.0.1:0",
-		DrainTimeout: Seconds(30 * time.Second), Role: "both", LogLevel: "info", LogFormat: "text",
+		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: 0.5, HandleTTL: Seconds(disagg.DefaultTTL), GRPCPort: grpcOff, LogLevel: "info", LogFormat: "text",
 		engineAddrIsFree: true, sources: make(map[string]string),
 	}
 }
@@ -130,7 +135,10 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	str(&s.GossipKeyFile, "gossip-key-file", "", "file with the base64 key of gossip, 16, 24 or 32 bytes (default: derived from the cluster key)")
 	str(&s.APIKeyFile, "api-key-file", "", "file with entries of membrane keys generate")
 	value(&s.DrainTimeout, "drain-timeout", "longest wait for what is under way, at SIGTERM")
-	str(&s.Role, "role", "", "both")
+	str(&s.Role, "role", "", "what this node serves: prefill, decode, both, or auto (it and the other auto nodes share the two)")
+	flags.Float64Var(&s.PrefillRatio, "prefill-ratio", s.PrefillRatio, usage("prefill-ratio", "part of the auto nodes that prefill, 0 to 1; at least one of each phase"))
+	integer(&s.GRPCPort, "grpc-port", "", "port for gRPC on --host, 0 for any free one, -1 for none")
+	value(&s.HandleTTL, "handle-ttl", "how long a prefilled prompt waits for its decode, 1s to 1h; its pages are pinned as long, or until they are pulled")
 	str(&s.LogLevel, "log-level", "l", "debug, info, warn or error")
 	str(&s.LogFormat, "log-format", "", "text or json")
 	flags.BoolVarP(&s.Daemon, "daemon", "d", s.Daemon, usage("daemon", "serve in the foreground until a signal, which is what it always does"))
@@ -226,8 +234,8 @@ func (s *Settings) Validate() error {
 	if s.DrainTimeout < 0 || time.Duration(s.DrainTimeout) > time.Hour {
 		return bad("drain-timeout", s.DrainTimeout.String(), "is not between 0 and 1h")
 	}
-	if s.Role != "both" {
-		return bad("role", s.Role, "is not supported: every node does both")
+	if err := s.validatePhases(); err != nil {
+		return err
 	}
 	switch s.LogLevel {
 	case "debug", "info", "warn", "error":
@@ -236,6 +244,26 @@ func (s *Settings) Validate() error {
 	}
 	if s.LogFormat != "text" && s.LogFormat != "json" {
 		return bad("log-format", s.LogFormat, "is not text or json")
+	}
+	return nil
+}
+
+// validatePhases checks what prefill and decode on different nodes need.
+func (s *Settings) validatePhases() error {
+	bad := func(flag, value, format string, args ...any) error {
+		return &SettingError{flag, value, fmt.Sprintf(format, args...)}
+	}
+	if err := roles.Check(s.Role); err != nil {
+		return bad("role", s.Role, "%v", err)
+	}
+	if !(s.PrefillRatio >= 0 && s.PrefillRatio <= 1) {
+		return bad("prefill-ratio", strconv.FormatFloat(s.PrefillRatio, 'g', -1, 64), "is not between 0 and 1")
+	}
+	if s.GRPCPort < grpcOff || s.GRPCPort > 65535 {
+		return bad("grpc-port", strconv.Itoa(s.GRPCPort), "is not between -1 (none) and 65535")
+	}
+	if ttl := time.Duration(s.HandleTTL); ttl < time.Second || ttl > cache.MaxTTL {
+		return bad("handle-ttl", s.HandleTTL.String(), "is not between 1s and %v", Seconds(cache.MaxTTL))
 	}
 	return nil
 }
@@ -301,6 +329,7 @@ func (s *Settings) warnings() []string {
 
 const (
 	engineAddrOff = "off"
+	grpcOff       = -1
 	gossipPort    = "7946"
 )
 

@@ -17,10 +17,13 @@ import (
 
 	"membrane/cache"
 	"membrane/mesh"
+	"membrane/sidecar/disagg"
 	"membrane/sidecar/engineport"
 	"membrane/sidecar/fragments"
+	"membrane/sidecar/grpcapi"
 	"membrane/sidecar/httpapi"
 	"membrane/sidecar/resp"
+	"membrane/sidecar/roles"
 )
 
 // Sidecar is a node: its cache, its part of the mesh and its listeners.
@@ -33,14 +36,17 @@ type Sidecar struct {
 
 	cache     *cache.Cache
 	mesh      *mesh.Mesh
+	roles     *roles.Keeper
 	engines   *engineport.Server
 	fragments *fragments.Service
+	disagg    *disagg.Service
 	http      *httpapi.Server
-	resp      *resp.Server // may be nil
+	resp      *resp.Server    // nil without a listener
+	grpc      *grpcapi.Server // nil without a listener
 
-	httpTCP                net.Listener
-	engineTCP, respTCP     net.Listener // may be nil
-	httpUnix, engineSocket *net.UnixListener
+	httpTCP                     net.Listener
+	engineTCP, respTCP, grpcTCP net.Listener // may be nil
+	httpUnix, engineSocket      *net.UnixListener
 
 	ready chan struct{}
 	now   chan struct{} // closed by StopNow
@@ -100,6 +106,12 @@ func (n *Sidecar) open(keys secrets) error {
 		}
 		n.onClose(n.respTCP.Close)
 	}
+	if n.grpcTCP, err = listenGRPC(s); err != nil {
+		return err
+	}
+	if n.grpcTCP != nil {
+		n.onClose(n.grpcTCP.Close)
+	}
 	if n.engineSocket, err = listenSocket(s, n.log); err != nil {
 		return err
 	}
@@ -109,14 +121,20 @@ func (n *Sidecar) open(keys secrets) error {
 		return err
 	}
 	n.onClose(n.cache.Close)
-	if n.mesh, err = mesh.New(n.meshConfig(keys)); err != nil {
+	manifests := &manifests{}
+	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests)); err != nil {
 		return err
 	}
-	n.mesh.SetTag(tagNodeID, s.NodeID)
+	if n.roles, err = n.newRoles(); err != nil {
+		return err
+	}
 	if n.fragments, err = fragments.New(fragments.Config{Cache: n.cache, Fill: n.mesh, Metrics: n.set}); err != nil {
 		return err
 	}
 	n.onClose(func() error { n.fragments.Close(); return nil })
+	if err := n.openDisagg(manifests); err != nil {
+		return err
+	}
 	uids, err := s.uids()
 	if err != nil {
 		return err
@@ -136,17 +154,17 @@ func (n *Sidecar) open(keys secrets) error {
 		n.onClose(n.resp.Close)
 	}
 	n.http, err = httpapi.New(httpapi.Config{
-		NodeID: s.NodeID, Fragments: n.fragments, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
+		NodeID: s.NodeID, Fragments: n.fragments, Disagg: n.disagg, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
 		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
 	})
+	if err != nil || n.grpcTCP == nil {
+		return err
+	}
+	n.grpc, err = grpcapi.New(grpcapi.Config{Disagg: n.disagg, Keys: keys.api, Metrics: n.set, Log: n.log})
 	return err
 }
 
-// tagNodeID carries the name that the user gave; the mesh needs one that was
-// never used before.
-const tagNodeID = "id"
-
-func (n *Sidecar) meshConfig(keys secrets) mesh.Config {
+func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config {
 	s := &n.settings
 	var suffix [4]byte
 	_, _ = rand.Read(suffix[:]) // never fails: crypto/rand ends the process instead
@@ -161,8 +179,8 @@ func (n *Sidecar) meshConfig(keys secrets) mesh.Config {
 	return mesh.Config{
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
 		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
-		Role: s.Role, Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache,
+		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
+		Logger: n.log, Store: n.cache, Manifests: manifests,
 	}
 }
 
@@ -216,9 +234,14 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	if n.httpUnix != nil {
 		n.http.Serve(n.httpUnix)
 	}
+	if n.grpc != nil {
+		n.grpc.Serve(n.grpcTCP)
+	}
 	n.banner()
 	close(n.ready)
+	stopRoles := n.runRoles(ctx)
 	<-ctx.Done()
+	stopRoles()
 	return n.stop()
 }
 
@@ -256,6 +279,9 @@ func (n *Sidecar) stop() error {
 	limit := time.Duration(n.settings.DrainTimeout)
 	n.log.Info().Dur("timeout", limit).Int("in_flight", n.inFlight()).Msg("draining")
 	n.http.Drain()
+	if n.grpc != nil {
+		n.grpc.Drain()
+	}
 	n.engines.Drain()
 	if n.resp != nil {
 		n.resp.Drain()
@@ -277,6 +303,11 @@ func (n *Sidecar) stop() error {
 	}
 	if e := n.http.Close(ctx); e != nil && !now {
 		err = errors.Join(err, e)
+	}
+	if n.grpc != nil {
+		if e := n.grpc.Close(ctx); e != nil && !now {
+			err = errors.Join(err, e)
+		}
 	}
 	err = errors.Join(err, n.close())
 	n.log.Info().Dur("took", time.Since(began)).Bool("drained", drained).Msg("stopped")
@@ -307,11 +338,14 @@ func (n *Sidecar) wait(limit time.Duration) (drained, now bool) {
 }
 
 func (n *Sidecar) inFlight() int {
-	busy := n.engines.InFlight() + n.http.InFlight()
+	all := n.engines.InFlight() + n.http.InFlight()
 	if n.resp != nil {
-		busy += n.resp.InFlight()
+		all += n.resp.InFlight()
 	}
-	return busy
+	if n.grpc != nil {
+		all += n.grpc.InFlight()
+	}
+	return all
 }
 
 // Ready is closed when everything serves.
@@ -324,6 +358,7 @@ type Addresses struct {
 	EngineSocket string `json:"engine_socket"`
 	EngineAddr   string `json:"engine_addr,omitempty"`
 	RESP         string `json:"resp,omitempty"`
+	GRPC         string `json:"grpc,omitempty"`
 	Data         string `json:"data"`
 	Gossip       string `json:"gossip"`
 }
@@ -344,15 +379,21 @@ func (n *Sidecar) Addresses() Addresses {
 	if n.respTCP != nil {
 		a.RESP = n.respTCP.Addr().String()
 	}
+	if n.grpcTCP != nil {
+		a.GRPC = n.grpcTCP.Addr().String()
+	}
 	return a
 }
 
 // banner logs one line with everything that a script has to know.
 func (n *Sidecar) banner() {
 	a, s := n.Addresses(), &n.settings
-	e := n.log.Info().Str("node", s.NodeID).Str("http", a.HTTP).Str("engine_socket", a.EngineSocket).Str("engine_addr", a.EngineAddr).
+	e := n.log.Info().Str("node", s.NodeID).Str("role", s.Role).Str("http", a.HTTP).Str("engine_socket", a.EngineSocket).Str("engine_addr", a.EngineAddr).
 		Str("data", a.Data).Str("gossip", a.Gossip).Str("memory", s.Memory.String()).Int("page_tokens", s.PageTokens).
 		Bool("api_keys", s.APIKeyFile != "").Bool("cluster_key", s.ClusterKeyFile != "").Str("version", n.version)
+	if a.GRPC != "" {
+		e = e.Str("grpc", a.GRPC)
+	}
 	if a.HTTPSocket != "" {
 		e = e.Str("http_socket", a.HTTPSocket)
 	}
@@ -374,6 +415,7 @@ func (n *Sidecar) writeMetrics(w io.Writer) {
 	n.set.WritePrometheus(w)
 	n.writeCacheMetrics(w)
 	n.writeMeshMetrics(w)
+	n.writeRoleMetrics(w)
 	fmt.Fprintf(w, "membrane_build_info{version=%q} 1\n", n.version)
 	metrics.WriteProcessMetrics(w)
 }

@@ -17,7 +17,7 @@ func newClusterStatusCommand() *cobra.Command {
 	var port int
 	cmd := &cobra.Command{
 		Use:     "cluster-status",
-		Short:   "Show the members that a sidecar knows",
+		Short:   "Show the members that a sidecar knows, and which phases they serve",
 		Example: "  membrane cluster-status --port 8080",
 		Args:    refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -27,15 +27,20 @@ func newClusterStatusCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			type member struct {
+				NodeID  string `json:"node_id"`
+				Host    string `json:"host"`
+				Port    int    `json:"port"`
+				Healthy bool   `json:"healthy"`
+				Status  string `json:"status"`
+				Role    string `json:"role"`
+				Since   string `json:"role_since"`
+				Why     string `json:"role_why"`
+				Next    string `json:"role_next"`
+			}
 			var answer struct {
-				Peers []struct {
-					NodeID  string `json:"node_id"`
-					Host    string `json:"host"`
-					Port    int    `json:"port"`
-					Healthy bool   `json:"healthy"`
-					Status  string `json:"status"`
-					Role    string `json:"role"`
-				} `json:"peers"`
+				Peers []member `json:"peers"`
+				Self  member   `json:"self"`
 			}
 			if err := json.Unmarshal(body, &answer); err != nil {
 				return fmt.Errorf("cannot decode the answer of /peers: %w", err)
@@ -46,9 +51,17 @@ func newClusterStatusCommand() *cobra.Command {
 				return nil
 			}
 			t := tabwriter.NewWriter(out, 2, 0, 3, ' ', 0)
-			fmt.Fprintln(t, "node\thost\tport\thealthy\tstatus\trole")
+			fmt.Fprintln(t, "node\thost\tport\thealthy\tstatus\trole\trole since\twhy")
+			row := func(p member, healthy string) {
+				role := p.Role
+				if p.Next != "" {
+					role += " to " + p.Next
+				}
+				fmt.Fprintf(t, "%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\n", p.NodeID, p.Host, p.Port, healthy, p.Status, role, p.Since, p.Why)
+			}
+			row(answer.Self, "self")
 			for _, p := range answer.Peers {
-				fmt.Fprintf(t, "%s\t%s\t%d\t%t\t%s\t%s\n", p.NodeID, p.Host, p.Port, p.Healthy, p.Status, p.Role)
+				row(p, strconv.FormatBool(p.Healthy))
 			}
 			return t.Flush()
 		},

@@ -24,10 +24,19 @@ it at once.
 
 Without any flag it serves on this machine only. A setting is taken from its flag,
 else from its environment variable (in brackets), else from its default. Its log
-goes to standard error; the line "serving" names every address.`,
+goes to standard error; the line "serving" names every address.
+
+Roles: with --role prefill or decode a node refuses the other phase of /disagg and
+gRPC. With --role auto the nodes share the phases by themselves: each ranks the live
+auto nodes and follows an answer that has held for 30 s, at most once a minute, after
+the phase that it gives up has drained. membrane cluster-status shows who does what.`,
 		Example: `  membrane serve
   membrane serve --memory 8GiB --page-tokens 64
   membrane serve --host 0.0.0.0 --api-key-file api-keys
+
+  # one node prefills, another decodes behind its KV (docs/prefill-decode.md)
+  membrane serve -n p -p 8080 --role prefill &
+  membrane serve -n d -p 8081 --role decode --peer localhost:8080 --grpc-port 8091 &
 
   # three nodes on one machine
   membrane serve -n n1 -p 8080 --peer localhost:8081 --peer localhost:8082 &

@@ -207,6 +207,10 @@ def frames(vectors: dict[str, Any], content: bytes) -> dict[str, str]:
         return hmac.new(CLUSTER_KEY, body, hashlib.sha256).digest()
 
     batch = u32(50000) + layout + space + struct.pack("<H", 4) + b"acme" + u32(1) + page_hash
+    model = b"m"
+    manifest = space + layout + struct.pack("<qqIHHII", 1000, 2000, 16, len(model), 3, 20, 5)
+    manifest += model + b"n-1" + b"".join(u32(t) for t in range(1, 21)) + b"state"
+    manifest_auth = hmac.new(CLUSTER_KEY, b"membrane-manifest-v1\0acme\0" + manifest, hashlib.sha256).digest()
     reserved = struct.pack("<BBHI", 0, 0, 0, 5) + struct.pack("<BBHI", 2, 32, 0, 0)
     return {
         "ping": frame(0x03, 1, b""),
@@ -229,7 +233,15 @@ def frames(vectors: dict[str, Any], content: bytes) -> dict[str, str]:
         "proof": frame(0x21, 2, proof(b"asker")),
         "batch_read": frame(0x22, 3, batch),
         "check": frame(0x24, 3, batch),
+        "manifest_request": frame(0x25, 4, b"\1" + page_hash + struct.pack("<H", 4) + b"acme"),
+        "manifest_answer": frame(0xA5, 4, manifest_auth + manifest),
     }
+
+
+def handle(space: bytes, model: str, tokens: list[int], page: int) -> str:
+    last = bytes.fromhex(chain(tokens, page, None)[-1])
+    body = b"membrane-handle-v1\0" + space + u32(page) + u32(len(tokens)) + model.encode() + b"\0"
+    return hashlib.sha256(body + last).hexdigest()
 
 
 def authenticator(vectors: dict[str, Any], content: bytes) -> dict[str, Any]:
@@ -263,6 +275,8 @@ def main() -> None:
         for b in (b"", content)
     ]
     vectors["authenticators"] = [authenticator(vectors, content)]
+    space = bytes.fromhex(vectors["namespaces"][0]["namespace"])
+    vectors["handles"] = [handle(space, "m", list(range(1, n + 1)), 16) for n in (32, 20)]
     vectors["frames"] = frames(vectors, content)
     with open(sys.argv[1], "w", encoding="utf-8") as out:
         json.dump(vectors, out, indent=1)

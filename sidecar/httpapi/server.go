@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sync/semaphore"
 
 	"membrane/sidecar/auth"
+	"membrane/sidecar/disagg"
 	"membrane/sidecar/fragments"
 )
 
@@ -32,19 +33,26 @@ const (
 
 // Peer is a node as /peers shows it.
 type Peer struct {
-	NodeID  string  `json:"node_id"`
-	Host    string  `json:"host"`
-	Port    int     `json:"port"`
-	Healthy bool    `json:"healthy"`
-	Suspect bool    `json:"suspect"`
-	Status  string  `json:"status"`
-	Name    string  `json:"name"`
-	Gossip  string  `json:"gossip_addr"`
-	Data    string  `json:"data_addr"`
-	Role    string  `json:"role"`
-	Version string  `json:"version"`
-	RTTMS   float64 `json:"rtt_ms"`
-	Pages   int     `json:"pages"`
+	NodeID  string `json:"node_id"`
+	Host    string `json:"host"`
+	Port    int    `json:"port"`
+	Healthy bool   `json:"healthy"`
+	Suspect bool   `json:"suspect"`
+	Status  string `json:"status"`
+	Name    string `json:"name"`
+	Gossip  string `json:"gossip_addr"`
+	Data    string `json:"data_addr"`
+	// Role is what the node serves; RoleAuto, that it chose it by itself;
+	// RoleSince (RFC 3339), since when; RoleWhy, for which reason.
+	Role      string `json:"role"`
+	RoleAuto  bool   `json:"role_auto"`
+	RoleSince string `json:"role_since,omitempty"`
+	RoleWhy   string `json:"role_why,omitempty"`
+	// RoleNext is set while the node drains the phase that it gives up.
+	RoleNext string  `json:"role_next,omitempty"`
+	Version  string  `json:"version"`
+	RTTMS    float64 `json:"rtt_ms"`
+	Pages    int     `json:"pages"`
 }
 
 // Peers is the answer of /peers: the other nodes, and this one.
@@ -57,6 +65,7 @@ type Peers struct {
 type Config struct {
 	NodeID    string
 	Fragments *fragments.Service
+	Disagg    *disagg.Service
 	// Keys are asked for on every route but the probes; nil leaves all open.
 	Keys *auth.Keys
 	// Peers, Status and Summary give the answers of /peers, /statusz and
@@ -91,7 +100,7 @@ type Server struct {
 
 // New returns a server without listeners.
 func New(cfg Config) (*Server, error) {
-	if cfg.Fragments == nil || cfg.Peers == nil || cfg.Status == nil || cfg.Summary == nil || cfg.MeshAddress == nil || cfg.Metrics == nil || cfg.WriteMetrics == nil {
+	if cfg.Fragments == nil || cfg.Disagg == nil || cfg.Peers == nil || cfg.Status == nil || cfg.Summary == nil || cfg.MeshAddress == nil || cfg.Metrics == nil || cfg.WriteMetrics == nil {
 		return nil, errors.New("cannot make the HTTP listener: a field of its configuration is nil")
 	}
 	s := &Server{cfg: cfg, router: router.New(), bodies: semaphore.NewWeighted(maxBodies), heavy: make(chan struct{}, maxHeavy)}
@@ -131,6 +140,7 @@ func (s *Server) routes() {
 	r.GET("/statusz", s.wrap("statusz", auth.ScopeAdmin, func(c *fasthttp.RequestCtx, _ auth.Identity) { pretty(c, s.cfg.Status()) }))
 	r.GET("/livez", s.wrap("livez", 0, func(c *fasthttp.RequestCtx, _ auth.Identity) { answer(c, status{"alive"}) }))
 	r.GET("/readyz", s.wrap("readyz", 0, s.ready))
+	s.disaggRoutes(r)
 	r.GET("/mesh/address", s.wrap("mesh_address", 0, s.meshAddress))
 }
 

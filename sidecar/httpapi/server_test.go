@@ -22,7 +22,9 @@ import (
 
 	"membrane/cache"
 	"membrane/sidecar/auth"
+	"membrane/sidecar/disagg"
 	"membrane/sidecar/fragments"
+	"membrane/sidecar/roles"
 )
 
 func TestMain(m *testing.M) {
@@ -36,6 +38,8 @@ type api struct {
 	*Server
 	url string
 	set *metrics.Set
+
+	cache *cache.Cache
 }
 
 func newAPI(t *testing.T, keys *auth.Keys, change ...func(*Config)) *api {
@@ -45,8 +49,9 @@ func newAPI(t *testing.T, keys *auth.Keys, change ...func(*Config)) *api {
 	set := metrics.NewSet()
 	fs, err := fragments.New(fragments.Config{Cache: c, Metrics: set})
 	require.NoError(t, err)
+	ds := newDisagg(t, c, fs, set)
 	cfg := Config{
-		NodeID: "n1", Fragments: fs, Keys: keys, Metrics: set, WriteMetrics: set.WritePrometheus, Log: zerolog.Nop(),
+		NodeID: "n1", Fragments: fs, Disagg: ds, Keys: keys, Metrics: set, WriteMetrics: set.WritePrometheus, Log: zerolog.Nop(),
 		Peers:   func() Peers { return Peers{Peers: []Peer{{NodeID: "n2", Host: "10.0.0.2", Port: 8080}}} },
 		Status:  func() any { return map[string]string{"node": "n1"} },
 		Summary: func() any { return map[string]string{"node_id": "n1"} },
@@ -66,10 +71,20 @@ func newAPI(t *testing.T, keys *auth.Keys, change ...func(*Config)) *api {
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 		defer cancel()
 		require.NoError(t, s.Close(ctx))
+		ds.Close()
 		fs.Close()
 		require.NoError(t, c.Close())
 	})
-	return &api{s, "http://" + l.Addr().String(), set}
+	return &api{s, "http://" + l.Addr().String(), set, c}
+}
+
+func newDisagg(t testing.TB, c *cache.Cache, fs *fragments.Service, set *metrics.Set) *disagg.Service {
+	t.Helper()
+	role, err := roles.New(roles.Config{Setting: "both"})
+	require.NoError(t, err)
+	ds, err := disagg.New(disagg.Config{Cache: c, Backend: disagg.Embedded(fs), Roles: role, Metrics: set, Log: zerolog.Nop()})
+	require.NoError(t, err)
+	return ds
 }
 
 var client = &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 2 * time.Minute}
@@ -389,22 +404,32 @@ func TestConfigIsChecked(t *testing.T) {
 	require.ErrorContains(t, err, "is nil")
 }
 
-func FuzzReconstruct(f *testing.F) {
+func metricsSet() *metrics.Set { return metrics.NewSet() }
+
+func newFuzzServer(f *testing.F) *Server {
+	f.Helper()
 	c, err := cache.New(cache.Config{Budget: 4 << 20})
 	require.NoError(f, err)
 	set := metrics.NewSet()
 	fs, err := fragments.New(fragments.Config{Cache: c, Metrics: set})
 	require.NoError(f, err)
+	ds := newDisagg(f, c, fs, set)
 	nothing := func() any { return nil }
 	s, err := New(Config{
-		Fragments: fs, Metrics: set, WriteMetrics: set.WritePrometheus, Log: zerolog.Nop(), Peers: func() Peers { return Peers{} },
+		Fragments: fs, Disagg: ds, Metrics: set, WriteMetrics: set.WritePrometheus, Log: zerolog.Nop(), Peers: func() Peers { return Peers{} },
 		Status: nothing, Summary: nothing, MeshAddress: func(string, string, string, time.Time) (int, []byte) { return 401, nil },
 	})
 	require.NoError(f, err)
 	f.Cleanup(func() {
+		ds.Close()
 		fs.Close()
 		require.NoError(f, c.Close())
 	})
+	return s
+}
+
+func FuzzReconstruct(f *testing.F) {
+	s := newFuzzServer(f)
 	for _, body := range []string{`{"tokens":[1,2]}`, `{"tokens":[-1]}`, `{"tokens":{}}`, `{"tokens":[1e300]}`, `[]`, ``, `{"tokens":[],"model_id":"\ud800"}`} {
 		f.Add([]byte(body))
 	}
