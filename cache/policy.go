@@ -20,6 +20,9 @@ type policy interface {
 	del(key uint64)
 	// limit sets the most that the pages in the policy may cost together.
 	limit(cost int64)
+	// shrink makes the policy let go of pages until it keeps to its limit. It
+	// may fail to.
+	shrink()
 	// settle waits until all verdicts on what was added are queued.
 	settle()
 	// windowOnly reports that the policy keeps nothing itself.
@@ -72,27 +75,47 @@ func (v *verdicts) take(spare []verdict) []verdict {
 	return list
 }
 
+// lookup is one page that was asked for. The page is nil where it was not found, or where the
+// window knows already.
+type lookup struct {
+	key  uint64
+	page *page
+}
+
 // touchBatch is how many lookups go to the policy at a time.
 const touchBatch = 512
 
 // touches carries lookups to the owner, in batches and lossily: a lookup never
 // waits for the policy.
 type touches struct {
-	full chan []uint64
-	free chan []uint64
+	full chan []lookup
+	free chan []lookup
 
 	mu   sync.Mutex
-	now  []uint64
+	now  []lookup
 	lost uint64
 }
 
 func (t *touches) init() {
-	t.full = make(chan []uint64, 64)
-	t.free = make(chan []uint64, 64)
-	t.now = make([]uint64, 0, touchBatch)
+	t.full = make(chan []lookup, 64)
+	t.free = make(chan []lookup, 64)
+	t.now = make([]lookup, 0, touchBatch)
 }
 
-func (t *touches) add(keys []uint64) {
+// addKeys is add for lookups of which the window knows.
+func (t *touches) addKeys(keys []uint64) {
+	var list [touchBatch]lookup
+	for len(keys) > 0 {
+		n := min(len(keys), len(list))
+		for i, key := range keys[:n] {
+			list[i].key = key
+		}
+		t.add(list[:n])
+		keys = keys[n:]
+	}
+}
+
+func (t *touches) add(keys []lookup) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for len(keys) > 0 {
@@ -117,12 +140,12 @@ func (t *touches) flush() {
 	select {
 	case t.now = <-t.free:
 	default:
-		t.now = make([]uint64, 0, touchBatch)
+		t.now = make([]lookup, 0, touchBatch)
 	}
 }
 
-// drain calls fn for all lookups that are waiting.
-func (t *touches) drain(fn func(uint64)) {
+// drain calls fn for all lookups that are waiting, a batch at a time.
+func (t *touches) drain(fn func([]lookup)) {
 	t.mu.Lock()
 	if len(t.now) > 0 {
 		t.flush()
@@ -139,10 +162,9 @@ func (t *touches) drain(fn func(uint64)) {
 }
 
 // learn calls fn for one batch and recycles it.
-func (t *touches) learn(batch []uint64, fn func(uint64)) {
-	for _, key := range batch {
-		fn(key)
-	}
+func (t *touches) learn(batch []lookup, fn func([]lookup)) {
+	fn(batch)
+	clear(batch) // it must not keep pages
 	select {
 	case t.free <- batch[:0]:
 	default:

@@ -50,6 +50,7 @@ type Stats struct {
 	Pins            int64
 	Held            int64 // views and slots that callers hold
 	Spaces          int64
+	GoalBytes       int64 // what the window may hold before it gives to the policy
 }
 
 type reasonCounters [kvwire.ReasonDropped + 1]atomic.Uint64
@@ -93,6 +94,7 @@ func (c *Cache) Stats() Stats {
 	s.Pages, s.Objects, s.ResidentBytes = c.pages, c.objects, c.resident
 	s.WindowBytes, s.PolicyBytes, s.PinnedBytes = c.window.bytes, c.policyBytes, c.pinned
 	s.QuarantineBytes, s.FreeBytes = c.quarantine.bytes, c.alloc.free()
+	s.GoalBytes = c.windowGoal
 	s.Pins = int64(c.leases.pins)
 	s.Leases = int64(len(c.leases.live)) - s.Pins
 	s.Held, s.Spaces = int64(c.open), int64(len(c.spaces))

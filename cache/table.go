@@ -59,14 +59,18 @@ type page struct {
 
 	prev, next *page // in the window
 
+	parent, child  *page // the page before it in its prompt, and one after it
+	elder, younger *page // other pages after its parent
+
 	first formSet
-	more  []formSet
+	more  *[]formSet
 
 	bytes int64  // of its slots
 	born  uint64 // when it came into the table, see Cache.born; never changes
 	refs  int32  // leases, pins, views and checks in progress
 	pins  int32  // the leases and pins among them, which are capped
 	gen   uint32 // of its stay in the policy; answers about an earlier one are stale
+	used  uint32 // when it was asked for or came, see Cache.tick
 	place uint8
 }
 
@@ -74,9 +78,12 @@ func (p *page) formSet(form kvwire.Form) *formSet {
 	if p.first.count > 0 && p.first.form == form {
 		return &p.first
 	}
-	for i := range p.more {
-		if p.more[i].form == form {
-			return &p.more[i]
+	if p.more == nil {
+		return nil
+	}
+	for i := range *p.more {
+		if f := &(*p.more)[i]; f.form == form {
+			return f
 		}
 	}
 	return nil
@@ -107,8 +114,11 @@ func (p *page) add(form kvwire.Form, count uint16, o object) *formSet {
 	case p.first.count == 0:
 		f = &p.first
 	default:
-		p.more = append(p.more, formSet{})
-		f = &p.more[len(p.more)-1]
+		if p.more == nil {
+			p.more = new([]formSet)
+		}
+		*p.more = append(*p.more, formSet{})
+		f = &(*p.more)[len(*p.more)-1]
 	}
 	f.form, f.count = form, count
 	i, _ := f.find(o.shard)
@@ -122,8 +132,11 @@ func (p *page) forms(fn func(*formSet)) {
 	if p.first.count > 0 {
 		fn(&p.first)
 	}
-	for i := range p.more {
-		fn(&p.more[i])
+	if p.more == nil {
+		return
+	}
+	for i := range *p.more {
+		fn(&(*p.more)[i])
 	}
 }
 
@@ -162,7 +175,7 @@ const matchStep = 256
 // looked up for the policy, found or not, so one request is one Match.
 func (s *Space) Match(form kvwire.Form, hashes []kvwire.Hash) (n int, why kvwire.Reason) {
 	c := s.c
-	var keys [matchStep]uint64
+	var keys [matchStep]lookup
 	for rest := hashes; len(rest) > 0; {
 		step := rest[:min(matchStep, len(rest))]
 		rest = rest[len(step):]
@@ -174,13 +187,13 @@ func (s *Space) Match(form kvwire.Form, hashes []kvwire.Hash) (n int, why kvwire
 				if _, why = p.held(form); why != kvwire.ReasonNone {
 					break
 				}
-				keys[i] = p.key
+				keys[i] = lookup{p.key, p}
 			}
 			c.mu.RUnlock()
 			n += i
 		}
 		for ; i < len(step); i++ {
-			keys[i] = s.key(&step[i])
+			keys[i] = lookup{s.key(&step[i]), nil}
 		}
 		c.touches.add(keys[:len(step)])
 	}
@@ -279,6 +292,7 @@ func (c *Cache) drop(p *page, why kvwire.Reason) {
 func (c *Cache) forget(p *page, why kvwire.Reason) {
 	p.place = gone
 	p.gen++
+	p.orphan()
 	if p.space.pages[p.hash] == p {
 		delete(p.space.pages, p.hash)
 	}

@@ -18,7 +18,7 @@ type View struct {
 func (s *Space) View(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify bool) (*View, kvwire.Reason) {
 	c := s.c
 	if shard.Index == 0 {
-		c.touches.add([]uint64{s.key(&h)})
+		c.touches.addKeys([]uint64{s.key(&h)})
 	}
 	c.mu.Lock()
 	if !c.enter() {
@@ -38,6 +38,9 @@ func (s *Space) View(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify
 	o := &objs[shard.Index]
 	v := &View{c: c, page: p, b: c.arena.Bytes(o.slot.off, int64(o.len)), sum: o.sum, auth: o.auth}
 	c.ref(p)
+	if shard.Index == 0 {
+		c.use(p)
+	}
 	c.open++
 	c.mu.Unlock()
 	if verify {
