@@ -26,7 +26,7 @@ type Cache struct {
 	pinCap      int64
 	clientCap   int64
 
-	mu          sync.RWMutex
+	mu          stripedMutex
 	closed      bool
 	spaces      map[spaceKey]*Space
 	tenants     map[string]int // spaces of each
@@ -108,7 +108,8 @@ func newCache(cfg Config, newPolicy policyMaker) (*Cache, error) {
 		c.windowGoal, c.adaptive = 0, false
 	}
 	c.leases.init()
-	c.touches.init()
+	c.mu.init()
+	c.touches.init(len(c.mu.stripes))
 	c.lineage.init()
 	c.ghosts.init(cfg.ExpectedPages)
 	c.feed.init()

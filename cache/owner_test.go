@@ -204,13 +204,13 @@ func TestLookupsReachThePolicyWithoutWaiting(t *testing.T) {
 
 func TestLookupsAreDroppedWhenTheOwnerIsBusy(t *testing.T) {
 	var ts touches
-	ts.init()
+	ts.init(2)
 	keys := make([]lookup, 1000)
-	for range 100 {
-		ts.add(keys)
+	for i := range 100 {
+		ts.add(i%2, keys)
 	}
 	n := uint64(0)
 	ts.drain(func(batch []lookup) { n += uint64(len(batch)) })
-	assert.EqualValues(t, 100_000, n+ts.lost)
+	assert.EqualValues(t, 100_000, n+ts.lost())
 	assert.GreaterOrEqual(t, n, uint64(64*touchBatch))
 }

@@ -88,69 +88,92 @@ const touchBatch = 512
 // touches carries lookups to the owner, in batches and lossily: a lookup never
 // waits for the policy.
 type touches struct {
-	full chan []lookup
-	free chan []lookup
+	full  chan []lookup
+	free  chan []lookup
+	parts []touchPart
+}
 
+// touchPart is the lookups under one stripe of Cache.mu that are no batch yet.
+type touchPart struct {
 	mu   sync.Mutex
 	now  []lookup
 	lost uint64
+	_    [64]byte // the next part is on other cache lines
 }
 
-func (t *touches) init() {
+func (t *touches) init(parts int) {
 	t.full = make(chan []lookup, 64)
 	t.free = make(chan []lookup, 64)
-	t.now = make([]lookup, 0, touchBatch)
+	t.parts = make([]touchPart, parts)
+	for i := range t.parts {
+		t.parts[i].now = make([]lookup, 0, touchBatch)
+	}
 }
 
 // addKeys is add for lookups of which the window knows.
-func (t *touches) addKeys(keys []uint64) {
-	var list [touchBatch]lookup
-	for len(keys) > 0 {
-		n := min(len(keys), len(list))
-		for i, key := range keys[:n] {
-			list[i].key = key
-		}
-		t.add(list[:n])
-		keys = keys[n:]
-	}
-}
-
-func (t *touches) add(keys []lookup) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	for len(keys) > 0 {
-		n := min(len(keys), touchBatch-len(t.now))
-		t.now = append(t.now, keys[:n]...)
-		keys = keys[n:]
-		if len(t.now) == touchBatch {
-			t.flush()
+func (t *touches) addKeys(part int, keys []uint64) {
+	p := &t.parts[part]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, key := range keys {
+		if p.now = append(p.now, lookup{key, nil}); len(p.now) == touchBatch {
+			t.flush(p)
 		}
 	}
 }
 
-// flush hands the current batch over, or drops it; it needs t.mu.
-func (t *touches) flush() {
+func (t *touches) add(part int, list []lookup) {
+	p := &t.parts[part]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for len(list) > 0 {
+		n := min(len(list), touchBatch-len(p.now))
+		p.now = append(p.now, list[:n]...)
+		list = list[n:]
+		if len(p.now) == touchBatch {
+			t.flush(p)
+		}
+	}
+}
+
+// flush hands the current batch over, or drops it; it needs p.mu.
+func (t *touches) flush(p *touchPart) {
 	select {
-	case t.full <- t.now:
+	case t.full <- p.now:
 	default:
-		t.lost += uint64(len(t.now))
-		t.now = t.now[:0]
+		p.lost += uint64(len(p.now))
+		clear(p.now)
+		p.now = p.now[:0]
 		return
 	}
 	select {
-	case t.now = <-t.free:
+	case p.now = <-t.free:
 	default:
-		t.now = make([]lookup, 0, touchBatch)
+		p.now = make([]lookup, 0, touchBatch)
 	}
+}
+
+// lost returns how many lookups were dropped.
+func (t *touches) lost() (n uint64) {
+	for i := range t.parts {
+		p := &t.parts[i]
+		p.mu.Lock()
+		n += p.lost
+		p.mu.Unlock()
+	}
+	return n
 }
 
 // drain calls fn for all lookups that are waiting, a batch at a time.
 func (t *touches) drain(fn func([]lookup)) {
-	t.mu.Lock()
-	if len(t.now) > 0 {
-		t.flush()
+	for i := range t.parts {
+		p := &t.parts[i]
+		p.mu.Lock()
+		if len(p.now) > 0 {
+			t.flush(p)
+		}
+		p.mu.Unlock()
 	}
-	t.mu.Unlock()
 	for {
 		select {
 		case batch := <-t.full:

@@ -94,7 +94,7 @@ func (p *Prefix) take(hashes []kvwire.Hash, touch bool) kvwire.Reason {
 		}
 		c.mu.Unlock()
 		if touch {
-			c.touches.addKeys(keys[:n])
+			c.touches.addKeys(0, keys[:n])
 		}
 	}
 	return why

@@ -86,9 +86,11 @@ func (c *Cache) Stats() Stats {
 		Waits: n.waits.Load(), Reprieves: n.reprieves.Load(), LostSets: n.lostSets.Load(),
 		Evacuations: n.evacuations.Load(),
 	}
-	c.touches.mu.Lock()
-	s.LostTouches = c.touches.lost
-	c.touches.mu.Unlock()
+	s.LostTouches = c.touches.lost()
+	for i := range c.mu.stripes {
+		s.Lookups += c.mu.stripes[i].lookups.Load()
+		s.Hits += c.mu.stripes[i].hits.Load()
+	}
 	c.mu.RLock()
 	defer c.mu.RUnlock()
 	s.Pages, s.Objects, s.ResidentBytes = c.pages, c.objects, c.resident

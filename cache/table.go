@@ -174,14 +174,31 @@ const matchStep = 256
 // pinned: the answer may be out of date when it arrives. Every hash counts as
 // looked up for the policy, found or not, so one request is one Match.
 func (s *Space) Match(form kvwire.Form, hashes []kvwire.Hash) (n int, why kvwire.Reason) {
-	c := s.c
+	if len(hashes) > fewHashes {
+		return s.matchMany(form, hashes)
+	}
+	var keys [fewHashes]lookup
+	return s.match(form, hashes, keys[:])
+}
+
+// fewHashes are matched without the memory that many need, whose clearing
+// alone would take longer.
+const fewHashes = 8
+
+func (s *Space) matchMany(form kvwire.Form, hashes []kvwire.Hash) (int, kvwire.Reason) {
 	var keys [matchStep]lookup
+	return s.match(form, hashes, keys[:])
+}
+
+func (s *Space) match(form kvwire.Form, hashes []kvwire.Hash, keys []lookup) (n int, why kvwire.Reason) {
+	c := s.c
+	own := c.mu.reader()
 	for rest := hashes; len(rest) > 0; {
-		step := rest[:min(matchStep, len(rest))]
+		step := rest[:min(len(keys), len(rest))]
 		rest = rest[len(step):]
 		i := 0
 		if why == kvwire.ReasonNone {
-			c.mu.RLock()
+			own.RLock()
 			for ; i < len(step); i++ {
 				p := s.pages[step[i]]
 				if _, why = p.held(form); why != kvwire.ReasonNone {
@@ -189,16 +206,17 @@ func (s *Space) Match(form kvwire.Form, hashes []kvwire.Hash) (n int, why kvwire
 				}
 				keys[i] = lookup{p.key, p}
 			}
-			c.mu.RUnlock()
+			own.RUnlock()
 			n += i
 		}
 		for ; i < len(step); i++ {
 			keys[i] = lookup{s.key(&step[i]), nil}
 		}
-		c.touches.add(keys[:len(step)])
+		c.touches.add(own.index, keys[:len(step)])
 	}
-	c.counters.lookups.Add(uint64(len(hashes)))
-	c.counters.hits.Add(uint64(n))
+	own.lookups.Add(uint64(len(hashes)))
+	own.hits.Add(uint64(n))
+	c.mu.leave(own)
 	c.counters.misses.add(why)
 	return n, why
 }
@@ -206,9 +224,11 @@ func (s *Space) Match(form kvwire.Form, hashes []kvwire.Hash) (n int, why kvwire
 // Has reports whether one page is held complete in the given form. It does
 // not count as a lookup.
 func (s *Space) Has(form kvwire.Form, h kvwire.Hash) bool {
-	s.c.mu.RLock()
-	defer s.c.mu.RUnlock()
+	own := s.c.mu.reader()
+	own.RLock()
 	_, why := s.pages[h].held(form)
+	own.RUnlock()
+	s.c.mu.leave(own)
 	return why == kvwire.ReasonNone
 }
 

@@ -18,7 +18,7 @@ type View struct {
 func (s *Space) View(shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify bool) (*View, kvwire.Reason) {
 	c := s.c
 	if shard.Index == 0 {
-		c.touches.addKeys([]uint64{s.key(&h)})
+		c.touches.addKeys(0, []uint64{s.key(&h)})
 	}
 	c.mu.Lock()
 	if !c.enter() {

@@ -34,9 +34,9 @@ func Workloads() []Workload {
 			Name: "mooncake-like", BlockTokens: 512, Requests: 12000,
 			Note: "calibrated to the published conversation trace: 12,031 requests in 3,537 s, mean input 12,035 tokens and output 343, 37 % of the blocks reusable, one first block for all",
 			Parts: []Part{{
-				Kind: "chat", Rate: 1.95, Prompts: 1, Skew: 1, Prompt: Length{512, 0},
-				First: Length{8600, 1.1}, Next: Length{2900, 1.6}, Output: Length{343, 0.9},
-				Turns: 1.85, MaxTurns: 50, Think: 150 * time.Second, Limit: 126000,
+				Kind: "chat", Rate: 2.15, Prompts: 1, Skew: 1, Prompt: Length{512, 0},
+				First: Length{9300, 1.1}, Next: Length{3000, 1.6}, Output: Length{343, 0.9},
+				Turns: 1.6, MaxTurns: 50, Think: 150 * time.Second, Limit: 126000,
 			}},
 		},
 		{
