@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -19,6 +20,7 @@ func newBenchReplayCommand() *cobra.Command {
 	var seed uint64
 	var requests int
 	var strict bool
+	var nodes replay.NodesOptions
 	cmd := &cobra.Command{
 		Use:   "replay",
 		Short: "Play traces of prompts against the cache, LRU, ristretto and the optimum",
@@ -31,6 +33,11 @@ A request hits the longest run of its leading blocks that are held; the others
 are computed and stored. Time is that of the trace: nothing waits. The first
 token is modelled as loaded tokens / --load-rate + other tokens / --prefill-rate.
 
+With --nodes N the traces are played against N sidecars of this binary that run
+as processes in one mesh and share the memory: an engine at each matches, copies
+out of shared memory, compares every byte, releases, and stores the rest, in
+pages of 256 bytes that stand for blocks.
+
 Traces are files in one of the published formats (--trace, repeated; the format
 is seen from the first line):
   mooncake  JSON lines: timestamp (ms), input_length, output_length, hash_ids
@@ -42,6 +49,7 @@ or made by generators whose parameters the report states (--workload):
 		Example: `  membrane bench replay
   membrane bench replay --trace conversation_trace.jsonl --fractions 0.05,0.2
   membrane bench replay --workload agents --policies membrane,lru --json
+  membrane bench replay --workload chat --nodes 3 --random --fractions 0.2
   membrane bench replay --markdown --plot hit-ratio > replay.md`,
 		Args: refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -54,7 +62,11 @@ or made by generators whose parameters the report states (--workload):
 				return err
 			}
 			say := progress(cmd.ErrOrStderr())
-			opts.Progress = func(line string) { say(line) }
+			if nodes.Nodes > 0 {
+				nodes.Progress, nodes.TokenBytes = say, opts.TokenBytes
+				return replayNodes(cmd, traces, nodes, opts.Fractions, output)
+			}
+			opts.Progress = say
 			report, err := replay.Run(cmd.Context(), traces, opts)
 			if err != nil {
 				return err
@@ -87,10 +99,43 @@ or made by generators whose parameters the report states (--workload):
 	flags.StringVar(&output, "output", "text", "text, json or markdown")
 	flags.StringVar(&plots, "plot", "", "also draw hit ratio against memory to NAME.svg and NAME.png")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when the target is missed: on the mean above lru and ristretto, nowhere more than 1 % below the better of them")
+	flags.IntVar(&nodes.Nodes, "nodes", 0, "play against this many sidecars in one mesh instead")
+	flags.BoolVar(&nodes.Random, "random", false, "with --nodes: send each request to any node instead of that of its session")
+	flags.Float64Var(&nodes.Speed, "speed", 0, "with --nodes: keep the trace's times, this many times as fast (default: do not wait)")
 	for _, short := range []string{"json", "markdown"} {
 		flags.BoolFunc(short, "the same as --output "+short, func(string) error { output = short; return nil })
 	}
 	return cmd
+}
+
+// replayNodes plays every trace at every size against sidecars.
+func replayNodes(cmd *cobra.Command, traces []*replay.Trace, opts replay.NodesOptions, fractions []float64, output string) error {
+	var err error
+	if opts.Binary, err = os.Executable(); err != nil {
+		return fmt.Errorf("cannot find the binary of sidecars: %w", err)
+	}
+	if len(fractions) == 0 {
+		fractions = []float64{0.2}
+	}
+	var rows []replay.NodesReport
+	for _, t := range traces {
+		for _, opts.Fraction = range fractions {
+			row, err := replay.RunNodes(cmd.Context(), t, opts)
+			if err != nil {
+				return err
+			}
+			rows = append(rows, row)
+		}
+	}
+	switch output {
+	case "json":
+		enc := json.NewEncoder(cmd.OutOrStdout())
+		enc.SetIndent("", "  ")
+		return enc.Encode(rows)
+	case "markdown":
+		return replay.WriteNodesMarkdown(cmd.OutOrStdout(), rows)
+	}
+	return replay.WriteNodesText(cmd.OutOrStdout(), rows)
 }
 
 func workloadList() string {
