@@ -3,6 +3,7 @@ package bench
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"membrane/kvwire"
 )
@@ -28,6 +29,9 @@ func (n *Node) HTTP() string { return n.s.http }
 
 // PID returns its process id.
 func (n *Node) PID() int { return n.s.cmd.Process.Pid }
+
+// CPU returns the processor time that it has used.
+func (n *Node) CPU() (time.Duration, error) { return n.s.cpu() }
 
 // Kill ends it at once.
 func (n *Node) Kill() { n.s.kill() }

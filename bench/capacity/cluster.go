@@ -23,6 +23,10 @@ type Cluster struct {
 	Large float64 `json:"five_nodes_per_s"`
 	// Scaling is the median of Large / Small round by round; 5/3 is linear.
 	Scaling float64 `json:"scaling"`
+	// Got is which part of their shares the nodes used, the least of both
+	// clusters, median over the rounds: below [LeastGot] the machine had no
+	// more to give, or the readers were too slow, and the row says nothing.
+	Got float64 `json:"got"`
 	// Why says why it was not run; the figures are 0 then.
 	Why string `json:"why,omitempty"`
 }
@@ -99,20 +103,34 @@ func (c *Cluster) measure(ctx context.Context, nodes []*bench.Node, rounds int, 
 		readers[i] = r
 		defer r.close()
 	}
-	var small, large, ratio []float64
+	var small, large, ratio, got []float64
 	for range rounds {
-		var rate [2]float64
+		var rate, had [2]float64
 		for k, n := range []int{smallCluster, largeCluster} {
 			var err error
+			before, began := cpu(nodes[:n]), time.Now()
 			if rate[k], err = together(ctx, readers[:n], each); err != nil {
 				return err
 			}
+			had[k] = (cpu(nodes[:n]) - before).Seconds() / time.Since(began).Seconds() / nodeShare / float64(n)
 		}
 		small, large, ratio = append(small, rate[0]), append(large, rate[1]), append(ratio, rate[1]/rate[0])
+		got = append(got, min(had[0], had[1]))
 	}
 	c.Small, c.Large, c.Scaling = median(small), median(large), median(ratio)
-	say(fmt.Sprintf("clusters: %.0f pages/s of three nodes, %.0f of five, %.2f times", c.Small, c.Large, c.Scaling))
+	c.Got = median(got)
+	say(fmt.Sprintf("clusters: %.0f pages/s of three nodes, %.0f of five, %.2f times, with %.0f %% of the shares used", c.Small, c.Large, c.Scaling, 100*c.Got))
 	return nil
+}
+
+// cpu returns the processor time of nodes. One that ended adds none.
+func cpu(nodes []*bench.Node) (sum time.Duration) {
+	for _, n := range nodes {
+		if t, err := n.CPU(); err == nil {
+			sum += t
+		}
+	}
+	return sum
 }
 
 // together returns page reads a second of all readers at once.

@@ -10,6 +10,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"membrane/cache"
 	"membrane/kvwire"
 )
@@ -66,6 +68,10 @@ type InProcess struct {
 	Two float64 `json:"two_per_s"`
 	// Scaling is the median of Two / One round by round.
 	Scaling float64 `json:"scaling"`
+	// Got is the least part of its processors that the measurement had, median
+	// over the rounds: the rest went to others, and below [LeastGot] the row
+	// says nothing.
+	Got float64 `json:"got"`
 }
 
 const (
@@ -76,6 +82,8 @@ const (
 	Predecessor = 8.1e6
 	// ScalingTarget is the least that two processors must do of one.
 	ScalingTarget = 1.8
+	// LeastGot is the part of its processors that a row needs to be judged.
+	LeastGot = 0.9
 )
 
 // RunInProcess measures lookups in this process, each for the given time a
@@ -103,32 +111,35 @@ func RunInProcess(ctx context.Context, rounds int, each time.Duration, say func(
 	defer runtime.GOMAXPROCS(before)
 	var out []InProcess
 	for _, op := range operations() {
-		var one, two, ratio []float64
+		var one, two, ratio, share []float64
 		for range rounds {
 			if err := ctx.Err(); err != nil {
 				return nil, err
 			}
-			var rate [3]float64
+			var rate, had [3]float64
 			for n := 1; n <= 2; n++ {
-				if rate[n], err = reads(s, hashes, op, n, each); err != nil {
+				if rate[n], had[n], err = reads(s, hashes, op, n, each); err != nil {
 					return nil, fmt.Errorf("cannot measure %s: %w", op.Name, err)
 				}
 			}
 			one, two, ratio = append(one, rate[1]), append(two, rate[2]), append(ratio, rate[2]/rate[1])
+			share = append(share, min(had[1], had[2]))
 		}
-		row := InProcess{op, median(one), median(two), median(ratio)}
-		say(fmt.Sprintf("%s: %.2f M/s on one processor, %.2f M/s on two, %.2f times", op.Name, row.One/1e6, row.Two/1e6, row.Scaling))
+		row := InProcess{op, median(one), median(two), median(ratio), median(share)}
+		say(fmt.Sprintf("%s: %.2f M/s on one processor, %.2f M/s on two, %.2f times, with %.0f %% of the processors", op.Name, row.One/1e6, row.Two/1e6, row.Scaling, 100*row.Got))
 		out = append(out, row)
 	}
 	return out, nil
 }
 
-// reads returns operations a second of n goroutines on n processors.
-func reads(s *cache.Space, hashes []kvwire.Hash, op Operation, n int, each time.Duration) (float64, error) {
+// reads returns operations a second of n goroutines on n processors, and which
+// part of the processors this process had.
+func reads(s *cache.Space, hashes []kvwire.Hash, op Operation, n int, each time.Duration) (rate, had float64, err error) {
 	runtime.GOMAXPROCS(n)
 	var group sync.WaitGroup
 	var stop atomic.Bool
 	counts, errs := make([]int, n), make([]error, n)
+	cpu := used()
 	began := time.Now()
 	for g := range n {
 		group.Go(func() {
@@ -153,14 +164,24 @@ func reads(s *cache.Space, hashes []kvwire.Hash, op Operation, n int, each time.
 	stop.Store(true)
 	group.Wait()
 	elapsed := time.Since(began).Seconds()
+	had = (used() - cpu).Seconds() / elapsed / float64(n)
 	total := 0
 	for g := range n {
 		if errs[g] != nil {
-			return 0, errs[g]
+			return 0, 0, errs[g]
 		}
 		total += counts[g]
 	}
-	return float64(total) / elapsed, nil
+	return float64(total) / elapsed, had, nil
+}
+
+// used returns the processor time of this process.
+func used() time.Duration {
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 func median(list []float64) float64 {

@@ -16,22 +16,25 @@ type Report struct {
 	Predecessor float64 `json:"predecessor_per_s"`
 }
 
-// Missed names the rows that are below their target.
+// Missed names the rows that are below their target, of those that are judged.
 func (r Report) Missed() []string {
 	var out []string
 	for _, row := range r.InProcess {
-		if row.Scaling < ScalingTarget {
+		if row.Got >= LeastGot && row.Scaling < ScalingTarget {
 			out = append(out, row.Name)
 		}
 	}
-	if c := r.Cluster; c != nil && c.Why == "" && c.Scaling < ClusterTarget {
+	if c := r.Cluster; c != nil && c.Why == "" && c.Got >= LeastGot && c.Scaling < ClusterTarget {
 		out = append(out, "clusters")
 	}
 	return out
 }
 
 func (r Report) lines() [][]string {
-	met := func(ok bool) string {
+	met := func(got float64, ok bool) string {
+		if got < LeastGot {
+			return fmt.Sprintf("not judged: it had %.0f %% of its processors", 100*got)
+		}
 		if ok {
 			return "met"
 		}
@@ -41,7 +44,7 @@ func (r Report) lines() [][]string {
 	for _, row := range r.InProcess {
 		out = append(out, []string{
 			row.Name + ": " + row.About, fmt.Sprintf("%.2f M/s, 1 processor", row.One/1e6), fmt.Sprintf("%.2f M/s, 2 processors", row.Two/1e6),
-			fmt.Sprintf("%.2f", row.Scaling), fmt.Sprintf(">= %g", ScalingTarget), met(row.Scaling >= ScalingTarget),
+			fmt.Sprintf("%.2f", row.Scaling), fmt.Sprintf(">= %g", ScalingTarget), met(row.Got, row.Scaling >= ScalingTarget),
 		})
 	}
 	if c := r.Cluster; c != nil {
@@ -51,7 +54,7 @@ func (r Report) lines() [][]string {
 		}
 		out = append(out, []string{
 			name, fmt.Sprintf("%.0f/s, 3 nodes", c.Small), fmt.Sprintf("%.0f/s, 5 nodes", c.Large),
-			fmt.Sprintf("%.2f", c.Scaling), fmt.Sprintf(">= %g", ClusterTarget), met(c.Scaling >= ClusterTarget),
+			fmt.Sprintf("%.2f", c.Scaling), fmt.Sprintf(">= %g", ClusterTarget), met(c.Got, c.Scaling >= ClusterTarget),
 		})
 	}
 	return out
