@@ -7,7 +7,6 @@ import "membrane/kvwire"
 // Cache.mu.
 type ghosts struct {
 	slots []uint32 // the key's upper bits, and in the lowest two a fate
-	count [3]int   // of each fate
 }
 
 // What became of a page that left.
@@ -34,10 +33,7 @@ func (g *ghosts) put(key uint64, why kvwire.Reason) {
 	if why == kvwire.ReasonRejected {
 		fate = ghostWindow
 	}
-	s := g.at(key)
-	g.count[*s&3]--
-	*s = tag(key) | fate
-	g.count[fate]++
+	*g.at(key) = tag(key) | fate
 }
 
 // take returns the fate of a page that came back, and forgets it.
@@ -47,28 +43,23 @@ func (g *ghosts) take(key uint64) uint32 {
 	if fate == ghostNone || *s&^3 != tag(key) {
 		return ghostNone
 	}
-	g.count[fate]--
 	*s = ghostNone
 	return fate
 }
 
-// maxStep bounds how far one page that came back moves the window's bound, in
-// pages of its size.
-const maxStep = 16
-
 // adapt moves the bound between window and policy when a page of so many bytes
-// comes back that had left: to where that page would have stayed, and by more
-// the rarer such pages are (as ARC does; Megiddo and Modha, 2003). It needs c.mu.
+// comes back that had left: to where that page would have stayed, as ARC does
+// (Megiddo and Modha, 2003), but by half of its size and whatever the odds: with
+// ARC's own steps the bound swung about on traces of a few cache sizes. It
+// needs c.mu.
 func (c *Cache) adapt(key uint64, bytes int64) {
 	fate := c.ghosts.take(key)
-	window, policy := max(c.ghosts.count[ghostWindow], 1), max(c.ghosts.count[ghostPolicy], 1)
-	switch {
-	case fate == ghostNone || !c.adaptive:
+	if fate == ghostNone || !c.adaptive {
 		return
-	case fate == ghostWindow:
-		c.windowGoal += bytes * int64(min(max(policy/window, 1), maxStep))
-	default:
-		c.windowGoal -= bytes * int64(min(max(window/policy, 1), maxStep))
 	}
-	c.windowGoal = min(max(c.windowGoal, c.windowLeast), c.room)
+	step := bytes / 2
+	if fate == ghostPolicy {
+		step = -step
+	}
+	c.windowGoal = min(max(c.windowGoal+step, c.windowLeast), c.room)
 }

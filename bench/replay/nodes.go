@@ -106,7 +106,8 @@ func RunNodes(ctx context.Context, t *Trace, opts NodesOptions) (NodesReport, er
 		}
 	}()
 	memory := max(int64(r.Blocks/opts.Nodes)*standInBytes, 1<<20)
-	r.Blocks = int(memory/standInBytes) * opts.Nodes
+	r.Blocks = int(memory/standInBytes) * opts.Nodes // not below the smallest arenas
+	r.Fraction = float64(r.Blocks) / float64(max(f.Distinct, 1))
 	var nodes []*bench.Node
 	for i := range opts.Nodes {
 		args := []string{fmt.Sprintf("--memory=%d", memory), fmt.Sprintf("--page-tokens=%d", standInTokens)}
@@ -310,7 +311,7 @@ func nodesTable(rows []NodesReport) table {
 			to = "any node"
 		}
 		out.rows = append(out.rows, []string{
-			r.Trace, fmt.Sprint(r.Nodes), to, fmt.Sprintf("%g %%", 100*r.Fraction), fmt.Sprintf("%.4f", r.Local), fmt.Sprintf("%.4f", r.Peers),
+			r.Trace, fmt.Sprint(r.Nodes), to, fmt.Sprintf("%.1f %%", 100*r.Fraction), fmt.Sprintf("%.4f", r.Local), fmt.Sprintf("%.4f", r.Peers),
 			fmt.Sprintf("%.4f", r.Miss), fmt.Sprintf("%.0f", float64(r.Moved)/1e9), fmt.Sprint(r.Verified), fmt.Sprint(r.Refused), fmt.Sprintf("%.0f", r.Elapsed.Seconds()),
 		})
 	}

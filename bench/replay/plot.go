@@ -96,7 +96,8 @@ func (r Report) panel(t *TraceReport, legend bool) (*plot.Plot, error) {
 	p.X.Scale = plot.LinearScale{}
 	p.Add(plotter.NewGrid())
 	by := t.byFraction()
-	for _, about := range r.Policies {
+	for i := range r.Policies { // the first is drawn last, on top
+		about := r.Policies[len(r.Policies)-1-i]
 		var points plotter.XYs
 		for _, f := range t.fractions() {
 			if c, ok := by[f][about.Name]; ok {
