@@ -19,19 +19,24 @@ type Cache struct {
 	auth  *kvwire.Authenticator
 	seed  maphash.Seed
 
-	base       int64 // the most that the policy may hold
-	windowGoal int64
-	reserve    int64
-	pinCap     int64
-	clientCap  int64
+	room        int64 // what window and policy may hold together
+	windowLeast int64 // the window's part whatever comes back
+	adaptive    bool  // whether windowGoal moves, see adapt
+	reserve     int64
+	pinCap      int64
+	clientCap   int64
 
-	mu          sync.RWMutex
+	mu          stripedMutex
 	closed      bool
 	spaces      map[spaceKey]*Space
 	tenants     map[string]int // spaces of each
 	alloc       *allocator
 	window      window
+	windowGoal  int64
 	policyBytes int64
+	tick        uint32 // counts requests
+	lineage     lineage
+	ghosts      ghosts
 	born        uint64 // pages that ever came into the table
 	pages       int64
 	objects     int64
@@ -72,36 +77,41 @@ func newCache(cfg Config, newPolicy policyMaker) (*Cache, error) {
 		return nil, err
 	}
 	c := &Cache{
-		cfg:        cfg,
-		arena:      arena,
-		auth:       kvwire.NewAuthenticator(cfg.ClusterKey),
-		seed:       maphash.MakeSeed(),
-		windowGoal: cfg.part(cfg.WindowFraction),
-		reserve:    cfg.part(cfg.ReserveFraction),
-		pinCap:     cfg.part(cfg.PinFraction),
-		clientCap:  cfg.part(cfg.ClientPinFraction),
-		spaces:     make(map[spaceKey]*Space),
-		tenants:    make(map[string]int),
-		alloc:      newAllocator(cfg.Budget),
-		kick:       make(chan struct{}, 1),
-		stop:       make(chan struct{}),
-		done:       make(chan struct{}),
+		cfg:       cfg,
+		arena:     arena,
+		auth:      kvwire.NewAuthenticator(cfg.ClusterKey),
+		seed:      maphash.MakeSeed(),
+		adaptive:  true,
+		reserve:   cfg.part(cfg.ReserveFraction),
+		pinCap:    cfg.part(cfg.PinFraction),
+		clientCap: cfg.part(cfg.ClientPinFraction),
+		spaces:    make(map[spaceKey]*Space),
+		tenants:   make(map[string]int),
+		alloc:     newAllocator(cfg.Budget),
+		kick:      make(chan struct{}, 1),
+		stop:      make(chan struct{}),
+		done:      make(chan struct{}),
 	}
-	c.base = cfg.Budget - c.windowGoal - c.reserve
+	c.room = cfg.Budget - c.reserve
+	c.windowLeast = cfg.part(cfg.WindowFraction)
+	c.windowGoal = max(c.windowLeast, int64(firstWindow*float64(c.room)))
 	c.quarantine.limit = cfg.part(cfg.QuarantineFraction)
-	c.policy, err = newPolicy(cfg.ExpectedPages, c.base)
+	c.policy, err = newPolicy(cfg.ExpectedPages, c.room)
 	if err != nil {
 		arena.close(true)
 		return nil, fmt.Errorf("cannot make cache policy: %w", err)
 	}
 	switch {
 	case c.policy.windowOnly():
-		c.windowGoal = cfg.Budget - c.reserve
+		c.windowGoal, c.adaptive = c.room, false
 	case !guard.window():
-		c.windowGoal = 0
+		c.windowGoal, c.adaptive = 0, false
 	}
 	c.leases.init()
-	c.touches.init()
+	c.mu.init()
+	c.touches.init(len(c.mu.stripes))
+	c.lineage.init()
+	c.ghosts.init(cfg.ExpectedPages)
 	c.feed.init()
 	go c.run()
 	return c, nil

@@ -22,11 +22,12 @@ type Config struct {
 	// Budget is the size of the arena in bytes, rounded up to 4 KiB and at
 	// least [MinBudget].
 	Budget int64
-	// WindowFraction is the part of the budget in which new pages are safe
-	// from the admission policy. Default 0.20.
+	// WindowFraction is the least part of the budget in which new pages are
+	// safe from the admission policy; the cache makes it larger where that
+	// keeps more of what comes back. Default 0.20.
 	WindowFraction float64
 	// ReserveFraction is the part that is kept free for the next stores.
-	// Default 0.03.
+	// Default 0.01.
 	ReserveFraction float64
 	// PinFraction is the most that leases and pins together may hold.
 	// Default 0.5.
@@ -61,7 +62,7 @@ func (g Config) fill() (Config, error) {
 		def   float64
 	}{
 		{"WindowFraction", &g.WindowFraction, 0.20},
-		{"ReserveFraction", &g.ReserveFraction, 0.03},
+		{"ReserveFraction", &g.ReserveFraction, 0.01},
 		{"PinFraction", &g.PinFraction, 0.5},
 		{"ClientPinFraction", &g.ClientPinFraction, 0.25},
 		{"QuarantineFraction", &g.QuarantineFraction, 0.01},

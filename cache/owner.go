@@ -22,10 +22,25 @@ func (c *Cache) run() {
 			c.policy.close()
 			return
 		case batch := <-c.touches.full:
-			c.touches.learn(batch, c.policy.touch)
+			c.touches.learn(batch, c.learn)
 		case <-c.kick:
 			c.balance(&w)
 		case <-timer.C:
+		}
+	}
+}
+
+// learn tells policy and window of lookups.
+func (c *Cache) learn(batch []lookup) {
+	for i := range batch {
+		c.policy.touch(batch[i].key)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.tick++
+	for i := range batch {
+		if p := batch[i].page; p != nil {
+			c.use(p)
 		}
 	}
 }
@@ -53,22 +68,47 @@ func (c *Cache) unsettled() bool {
 // maxBatch bounds how long the owner holds the lock, in pages.
 const maxBatch = 512
 
+// maxPressed is how often the policy is asked for room for a waiting store
+// although enough bytes are free.
+const maxPressed = 4
+
 // balance moves the oldest pages of the window into the policy until the
 // window has its size, the reserve is free and no store waits. Each page of
 // the window moves at most once: those that come back are in use.
 func (c *Cache) balance(w *workspace) {
-	c.touches.drain(c.policy.touch)
+	c.touches.drain(c.learn)
 	moves, evacuations := -1, -1
+	pressed := 0
+	held := int64(-1) // what the policy held before it was made to shrink
 	for {
 		c.mu.Lock()
 		c.serve()
 		if moves < 0 {
-			moves, evacuations = c.window.count, len(c.waiting)
+			moves, evacuations = c.window.count+maxBatch, len(c.waiting)
 		}
-		need := c.shortage()
-		maxCost := c.takeBatch(w, max(need, c.window.bytes-c.windowGoal), need, min(moves, maxBatch))
-		moves -= len(w.batch)
-		again := len(w.batch) > 0
+		need, want := c.shortage(), c.window.bytes-c.windowGoal
+		if len(c.waiting) > 0 && pressed < maxPressed {
+			// Some of what is free may be too small for any slot, so that the
+			// policy must be asked before a run of the arena is emptied.
+			need = max(need, c.alloc.slotSize(c.waiting[0].size))
+		}
+		shrink := want <= 0 && need > 0 && c.policyBytes > c.room-c.windowGoal && c.policyBytes != held && moves > 0
+		held = c.policyBytes
+		if want <= 0 && !shrink {
+			want = need
+		}
+		var maxCost int64
+		if shrink {
+			maxCost = max(1, c.policyBytes-need)
+			w.batch = w.batch[:0]
+			moves--
+		} else {
+			maxCost = c.takeBatch(w, want, need, min(moves, maxBatch))
+			moves -= len(w.batch)
+			held = -1
+			pressed++
+		}
+		again := shrink || len(w.batch) > 0
 		if !again && evacuations > 0 && len(c.waiting) > 0 {
 			// Enough may be free, but in slots of other sizes.
 			evacuations--
@@ -84,7 +124,7 @@ func (c *Cache) balance(w *workspace) {
 		if !again {
 			return
 		}
-		c.offer(w, maxCost)
+		c.offer(w, maxCost, shrink)
 	}
 }
 
@@ -104,7 +144,7 @@ func (c *Cache) shortage() int64 {
 func (c *Cache) takeBatch(w *workspace, want, need int64, most int) (maxCost int64) {
 	w.batch = w.batch[:0]
 	for taken := int64(0); taken < want && len(w.batch) < most && c.window.tail != nil; {
-		p := c.window.tail
+		p := c.oldest()
 		c.window.remove(p)
 		p.place = inPolicy
 		p.gen++
@@ -112,17 +152,21 @@ func (c *Cache) takeBatch(w *workspace, want, need int64, most int) (maxCost int
 		taken += p.bytes
 		w.batch = append(w.batch, offer{entry{p, p.gen}, p.key, p.bytes})
 	}
-	return max(1, min(c.base, c.policyBytes-need))
+	return max(1, min(c.room-c.windowGoal, c.policyBytes-need))
 }
 
-// offer gives w.batch to the policy and carries out what it decides.
-func (c *Cache) offer(w *workspace, maxCost int64) {
+// offer gives w.batch to the policy and carries out what it decides. With
+// shrink it makes the policy keep to its limit without a page to offer.
+func (c *Cache) offer(w *workspace, maxCost int64, shrink bool) {
 	w.lost = w.lost[:0]
 	c.policy.limit(maxCost)
 	for _, o := range w.batch {
 		if !c.policy.add(o.key, o.entry, o.cost) {
 			w.lost = append(w.lost, o.entry)
 		}
+	}
+	if shrink {
+		c.policy.shrink()
 	}
 	c.policy.settle()
 	w.verdicts = c.policy.verdicts().take(w.verdicts)
@@ -151,20 +195,43 @@ func (c *Cache) offer(w *workspace, maxCost int64) {
 // current reports whether the page is still in the stay that e names.
 func (e entry) current() bool { return e.page.gen == e.gen && e.page.place == inPolicy }
 
-// carryOut evicts the page that the policy let go of, unless it is in use:
-// then it goes back to the window. It needs c.mu.
+// carryOut evicts the page that the policy let go of, or of those in the policy
+// that are of no use without it the last; the page itself is then the next one
+// to be offered. If they are in use, or pages in the window need it, it goes
+// back to the window. It needs c.mu.
 func (c *Cache) carryOut(v verdict) {
 	if !v.current() {
 		return
 	}
 	p := v.page
 	c.policyBytes -= p.bytes
-	if mayEvict(p) {
-		c.forget(p, v.why)
-		return
+	last := p
+	for {
+		k := last.childIn(inPolicy)
+		if k == nil {
+			if k = last.childIn(inWindow); k == nil {
+				break
+			}
+			if c.needed(last) {
+				last = nil
+				break
+			}
+		}
+		last = k
 	}
-	c.window.pushNewest(p)
-	c.counters.reprieves.Add(1)
+	switch {
+	case last == nil || !mayEvict(last) || !mayEvict(p):
+		c.pushNewest(p)
+		c.counters.reprieves.Add(1)
+	case last == p:
+		c.ghosts.put(p.key, v.why)
+		c.forget(p, v.why)
+	default:
+		c.ghosts.put(last.key, v.why)
+		c.drop(last, v.why)
+		p.place = inWindow
+		c.window.pushOldest(p)
+	}
 }
 
 // evacuate empties the run of the arena in which the fewest bytes stand in the

@@ -26,6 +26,7 @@ func (p *scripted) add(key uint64, e entry, _ int64) bool {
 }
 func (p *scripted) del(uint64)          { p.deleted.Add(1) }
 func (p *scripted) limit(int64)         {}
+func (p *scripted) shrink()             {}
 func (p *scripted) settle()             {}
 func (p *scripted) windowOnly() bool    { return false }
 func (p *scripted) close()              {}
@@ -39,13 +40,13 @@ const kib64 = 64 << 10
 func TestLostOffersAreRepeated(t *testing.T) {
 	var n atomic.Int64
 	p := &scripted{onAdd: func(*verdicts, uint64, entry) bool { return n.Add(1)%3 == 0 }}
-	c := openWith(t, Config{Budget: 4 << 20}, p.make) // the window is 12 pages
+	c := openWith(t, Config{Budget: 4 << 20}, p.make) // the window is 60 pages
 	s := space(t, c, "a")
-	for i := range 40 {
+	for i := range 63 {
 		put(t, s, i, kib64)
 	}
 	settled(t, c)
-	for i := range 40 {
+	for i := range 63 {
 		assert.True(t, s.Has(formA, hash(i)))
 	}
 	assert.NotZero(t, c.Stats().LostSets)
@@ -110,7 +111,7 @@ func TestStaleVerdictsAreIgnored(t *testing.T) {
 		require.NoError(t, err)
 		require.True(t, res.Stored)
 	}
-	for i := range 16 {
+	for i := range 62 {
 		part(i, 0)
 	}
 	settled(t, c)
@@ -203,13 +204,13 @@ func TestLookupsReachThePolicyWithoutWaiting(t *testing.T) {
 
 func TestLookupsAreDroppedWhenTheOwnerIsBusy(t *testing.T) {
 	var ts touches
-	ts.init()
-	keys := make([]uint64, 1000)
-	for range 100 {
-		ts.add(keys)
+	ts.init(2)
+	keys := make([]lookup, 1000)
+	for i := range 100 {
+		ts.add(i%2, keys)
 	}
 	n := uint64(0)
-	ts.drain(func(uint64) { n++ })
-	assert.EqualValues(t, 100_000, n+ts.lost)
+	ts.drain(func(batch []lookup) { n += uint64(len(batch)) })
+	assert.EqualValues(t, 100_000, n+ts.lost())
 	assert.GreaterOrEqual(t, n, uint64(64*touchBatch))
 }

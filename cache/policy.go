@@ -20,6 +20,9 @@ type policy interface {
 	del(key uint64)
 	// limit sets the most that the pages in the policy may cost together.
 	limit(cost int64)
+	// shrink makes the policy let go of pages until it keeps to its limit. It
+	// may fail to.
+	shrink()
 	// settle waits until all verdicts on what was added are queued.
 	settle()
 	// windowOnly reports that the policy keeps nothing itself.
@@ -72,62 +75,105 @@ func (v *verdicts) take(spare []verdict) []verdict {
 	return list
 }
 
+// lookup is one page that was asked for. The page is nil where it was not found, or where the
+// window knows already.
+type lookup struct {
+	key  uint64
+	page *page
+}
+
 // touchBatch is how many lookups go to the policy at a time.
 const touchBatch = 512
 
 // touches carries lookups to the owner, in batches and lossily: a lookup never
 // waits for the policy.
 type touches struct {
-	full chan []uint64
-	free chan []uint64
+	full  chan []lookup
+	free  chan []lookup
+	parts []touchPart
+}
 
+// touchPart is the lookups under one stripe of Cache.mu that are no batch yet.
+type touchPart struct {
 	mu   sync.Mutex
-	now  []uint64
+	now  []lookup
 	lost uint64
+	_    [64]byte // the next part is on other cache lines
 }
 
-func (t *touches) init() {
-	t.full = make(chan []uint64, 64)
-	t.free = make(chan []uint64, 64)
-	t.now = make([]uint64, 0, touchBatch)
+func (t *touches) init(parts int) {
+	t.full = make(chan []lookup, 64)
+	t.free = make(chan []lookup, 64)
+	t.parts = make([]touchPart, parts)
+	for i := range t.parts {
+		t.parts[i].now = make([]lookup, 0, touchBatch)
+	}
 }
 
-func (t *touches) add(keys []uint64) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	for len(keys) > 0 {
-		n := min(len(keys), touchBatch-len(t.now))
-		t.now = append(t.now, keys[:n]...)
-		keys = keys[n:]
-		if len(t.now) == touchBatch {
-			t.flush()
+// addKeys is add for lookups of which the window knows.
+func (t *touches) addKeys(part int, keys []uint64) {
+	p := &t.parts[part]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, key := range keys {
+		if p.now = append(p.now, lookup{key, nil}); len(p.now) == touchBatch {
+			t.flush(p)
 		}
 	}
 }
 
-// flush hands the current batch over, or drops it; it needs t.mu.
-func (t *touches) flush() {
-	select {
-	case t.full <- t.now:
-	default:
-		t.lost += uint64(len(t.now))
-		t.now = t.now[:0]
-		return
-	}
-	select {
-	case t.now = <-t.free:
-	default:
-		t.now = make([]uint64, 0, touchBatch)
+func (t *touches) add(part int, list []lookup) {
+	p := &t.parts[part]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for len(list) > 0 {
+		n := min(len(list), touchBatch-len(p.now))
+		p.now = append(p.now, list[:n]...)
+		list = list[n:]
+		if len(p.now) == touchBatch {
+			t.flush(p)
+		}
 	}
 }
 
-// drain calls fn for all lookups that are waiting.
-func (t *touches) drain(fn func(uint64)) {
-	t.mu.Lock()
-	if len(t.now) > 0 {
-		t.flush()
+// flush hands the current batch over, or drops it; it needs p.mu.
+func (t *touches) flush(p *touchPart) {
+	select {
+	case t.full <- p.now:
+	default:
+		p.lost += uint64(len(p.now))
+		clear(p.now)
+		p.now = p.now[:0]
+		return
 	}
-	t.mu.Unlock()
+	select {
+	case p.now = <-t.free:
+	default:
+		p.now = make([]lookup, 0, touchBatch)
+	}
+}
+
+// lost returns how many lookups were dropped.
+func (t *touches) lost() (n uint64) {
+	for i := range t.parts {
+		p := &t.parts[i]
+		p.mu.Lock()
+		n += p.lost
+		p.mu.Unlock()
+	}
+	return n
+}
+
+// drain calls fn for all lookups that are waiting, a batch at a time.
+func (t *touches) drain(fn func([]lookup)) {
+	for i := range t.parts {
+		p := &t.parts[i]
+		p.mu.Lock()
+		if len(p.now) > 0 {
+			t.flush(p)
+		}
+		p.mu.Unlock()
+	}
 	for {
 		select {
 		case batch := <-t.full:
@@ -139,10 +185,9 @@ func (t *touches) drain(fn func(uint64)) {
 }
 
 // learn calls fn for one batch and recycles it.
-func (t *touches) learn(batch []uint64, fn func(uint64)) {
-	for _, key := range batch {
-		fn(key)
-	}
+func (t *touches) learn(batch []lookup, fn func([]lookup)) {
+	fn(batch)
+	clear(batch) // it must not keep pages
 	select {
 	case t.free <- batch[:0]:
 	default:

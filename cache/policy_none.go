@@ -19,6 +19,7 @@ func (p *nonePolicy) add(_ uint64, e entry, _ int64) bool {
 
 func (p *nonePolicy) del(uint64)          {}
 func (p *nonePolicy) limit(int64)         {}
+func (p *nonePolicy) shrink()             {}
 func (p *nonePolicy) settle()             {}
 func (p *nonePolicy) windowOnly() bool    { return true }
 func (p *nonePolicy) close()              {}

@@ -208,6 +208,8 @@ func TestNewPagesAreSafeFromAdmission(t *testing.T) {
 		}
 		settled(t, c)
 	}
+	require.Eventually(t, func() bool { c.wake(); return len(c.touches.full) == 0 }, settleTime, settleStep)
+	settled(t, c)
 	const fresh = pages / 10 // half of the window
 	for i := range fresh {
 		put(t, s, 10_000+i, n)

@@ -17,6 +17,7 @@ type Prefix struct {
 	locs  []Location
 	began uint64 // pages born after it were checked since the request began
 	fresh int
+	trail trail
 
 	checked int64
 }
@@ -51,6 +52,7 @@ func (s *Space) hold(req LeaseRequest, dst []Location, touch bool) (Prefix, kvwi
 	p.l = c.leases.get()
 	p.l.form, p.l.shards, p.l.holders, p.l.left = req.Form, req.Shards, req.Holders, req.Holders
 	p.began = c.born
+	c.tick++
 	c.mu.Unlock()
 	why := p.take(req.Hashes, touch)
 	return p, why
@@ -66,9 +68,9 @@ func (p *Prefix) take(hashes []kvwire.Hash, touch bool) kvwire.Reason {
 		step := hashes[:min(matchStep, len(hashes))]
 		hashes = hashes[len(step):]
 		n := 0
+		c.mu.Lock()
 		if why == kvwire.ReasonNone {
 			first := len(p.l.pages)
-			c.mu.Lock()
 			cl := c.leases.clients[p.req.Client]
 			if cl == nil { // it has no other lease
 				cl = &client{}
@@ -80,14 +82,19 @@ func (p *Prefix) take(hashes []kvwire.Hash, touch bool) kvwire.Reason {
 				if pg.born > p.began {
 					p.fresh++
 				}
+				c.asked(&p.trail, pg, pg.key)
 			}
-			c.mu.Unlock()
 		}
+		held := n
 		if touch {
 			for ; n < len(step); n++ {
 				keys[n] = s.key(&step[n])
 			}
-			c.touches.add(keys[:n])
+			c.askedRest(s, &p.trail, step[held:], keys[held:n])
+		}
+		c.mu.Unlock()
+		if touch {
+			c.touches.addKeys(0, keys[:n])
 		}
 	}
 	return why

@@ -124,7 +124,7 @@ func (a *allocator) grow(c *class) bool {
 	if ext == nil {
 		return false
 	}
-	s := &slab{ext: ext, class: c, slots: int32(min(n, ext.size/c.size))}
+	s := &slab{ext: ext, class: c, slots: int32(ext.size / c.size)}
 	s.owner = make([]*page, s.slots)
 	ext.slab = s
 	c.slabs++

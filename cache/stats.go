@@ -50,6 +50,7 @@ type Stats struct {
 	Pins            int64
 	Held            int64 // views and slots that callers hold
 	Spaces          int64
+	GoalBytes       int64 // what the window may hold before it gives to the policy
 }
 
 type reasonCounters [kvwire.LastReason + 1]atomic.Uint64
@@ -85,14 +86,17 @@ func (c *Cache) Stats() Stats {
 		Waits: n.waits.Load(), Reprieves: n.reprieves.Load(), LostSets: n.lostSets.Load(),
 		Evacuations: n.evacuations.Load(),
 	}
-	c.touches.mu.Lock()
-	s.LostTouches = c.touches.lost
-	c.touches.mu.Unlock()
+	s.LostTouches = c.touches.lost()
+	for i := range c.mu.stripes {
+		s.Lookups += c.mu.stripes[i].lookups.Load()
+		s.Hits += c.mu.stripes[i].hits.Load()
+	}
 	c.mu.RLock()
 	defer c.mu.RUnlock()
 	s.Pages, s.Objects, s.ResidentBytes = c.pages, c.objects, c.resident
 	s.WindowBytes, s.PolicyBytes, s.PinnedBytes = c.window.bytes, c.policyBytes, c.pinned
 	s.QuarantineBytes, s.FreeBytes = c.quarantine.bytes, c.alloc.free()
+	s.GoalBytes = c.windowGoal
 	s.Pins = int64(c.leases.pins)
 	s.Leases = int64(len(c.leases.live)) - s.Pins
 	s.Held, s.Spaces = int64(c.open), int64(len(c.spaces))

@@ -229,6 +229,7 @@ func (c *Cache) enterObject(s *Space, sl *Slot, o object) {
 		c.born++
 		p = &page{space: s, hash: sl.hash, key: s.key(&sl.hash), born: c.born, place: gone}
 		s.pages[sl.hash] = p
+		c.adapt(p.key, o.slot.size())
 		c.pages++
 	case p.place == inWindow:
 		c.window.bytes += o.slot.size()
@@ -244,8 +245,9 @@ func (c *Cache) enterObject(s *Space, sl *Slot, o object) {
 		c.pinned += o.slot.size()
 	}
 	if p.place == gone {
-		c.window.pushNewest(p)
+		c.pushNewest(p)
 	}
+	p.adopt(c.lineage.arrived(p))
 	c.objects++
 	c.resident += o.slot.size()
 	if f.complete() && !f.local() {

@@ -65,14 +65,18 @@ type page struct {
 
 	prev, next *page // in the window
 
+	parent, child  *page // the page before it in its prompt, and one after it
+	elder, younger *page // other pages after its parent
+
 	first formSet
-	more  []formSet
+	more  *[]formSet
 
 	bytes int64  // of its slots
 	born  uint64 // when it came into the table, see Cache.born; never changes
 	refs  int32  // leases, pins, views and checks in progress
 	pins  int32  // the leases and pins among them, which are capped
 	gen   uint32 // of its stay in the policy; answers about an earlier one are stale
+	used  uint32 // when it was asked for or came, see Cache.tick
 	place uint8
 }
 
@@ -80,9 +84,12 @@ func (p *page) formSet(form kvwire.Form) *formSet {
 	if p.first.count > 0 && p.first.form == form {
 		return &p.first
 	}
-	for i := range p.more {
-		if p.more[i].form == form {
-			return &p.more[i]
+	if p.more == nil {
+		return nil
+	}
+	for i := range *p.more {
+		if f := &(*p.more)[i]; f.form == form {
+			return f
 		}
 	}
 	return nil
@@ -113,8 +120,11 @@ func (p *page) add(form kvwire.Form, count uint16, o object) *formSet {
 	case p.first.count == 0:
 		f = &p.first
 	default:
-		p.more = append(p.more, formSet{})
-		f = &p.more[len(p.more)-1]
+		if p.more == nil {
+			p.more = new([]formSet)
+		}
+		*p.more = append(*p.more, formSet{})
+		f = &(*p.more)[len(*p.more)-1]
 	}
 	f.form, f.count = form, count
 	i, _ := f.find(o.shard)
@@ -128,8 +138,11 @@ func (p *page) forms(fn func(*formSet)) {
 	if p.first.count > 0 {
 		fn(&p.first)
 	}
-	for i := range p.more {
-		fn(&p.more[i])
+	if p.more == nil {
+		return
+	}
+	for i := range *p.more {
+		fn(&(*p.more)[i])
 	}
 }
 
@@ -167,31 +180,49 @@ const matchStep = 256
 // pinned: the answer may be out of date when it arrives. Every hash counts as
 // looked up for the policy, found or not, so one request is one Match.
 func (s *Space) Match(form kvwire.Form, hashes []kvwire.Hash) (n int, why kvwire.Reason) {
+	if len(hashes) > fewHashes {
+		return s.matchMany(form, hashes)
+	}
+	var keys [fewHashes]lookup
+	return s.match(form, hashes, keys[:])
+}
+
+// fewHashes are matched without the memory that many need, whose clearing
+// alone would take longer.
+const fewHashes = 8
+
+func (s *Space) matchMany(form kvwire.Form, hashes []kvwire.Hash) (int, kvwire.Reason) {
+	var keys [matchStep]lookup
+	return s.match(form, hashes, keys[:])
+}
+
+func (s *Space) match(form kvwire.Form, hashes []kvwire.Hash, keys []lookup) (n int, why kvwire.Reason) {
 	c := s.c
-	var keys [matchStep]uint64
+	own := c.mu.reader()
 	for rest := hashes; len(rest) > 0; {
-		step := rest[:min(matchStep, len(rest))]
+		step := rest[:min(len(keys), len(rest))]
 		rest = rest[len(step):]
 		i := 0
 		if why == kvwire.ReasonNone {
-			c.mu.RLock()
+			own.RLock()
 			for ; i < len(step); i++ {
 				p := s.pages[step[i]]
 				if _, why = p.held(form); why != kvwire.ReasonNone {
 					break
 				}
-				keys[i] = p.key
+				keys[i] = lookup{p.key, p}
 			}
-			c.mu.RUnlock()
+			own.RUnlock()
 			n += i
 		}
 		for ; i < len(step); i++ {
-			keys[i] = s.key(&step[i])
+			keys[i] = lookup{s.key(&step[i]), nil}
 		}
-		c.touches.add(keys[:len(step)])
+		c.touches.add(own.index, keys[:len(step)])
 	}
-	c.counters.lookups.Add(uint64(len(hashes)))
-	c.counters.hits.Add(uint64(n))
+	own.lookups.Add(uint64(len(hashes)))
+	own.hits.Add(uint64(n))
+	c.mu.leave(own)
 	c.counters.misses.add(why)
 	return n, why
 }
@@ -199,9 +230,11 @@ func (s *Space) Match(form kvwire.Form, hashes []kvwire.Hash) (n int, why kvwire
 // Has reports whether one page is held complete in the given form. It does
 // not count as a lookup.
 func (s *Space) Has(form kvwire.Form, h kvwire.Hash) bool {
-	s.c.mu.RLock()
-	defer s.c.mu.RUnlock()
+	own := s.c.mu.reader()
+	own.RLock()
 	_, why := s.pages[h].held(form)
+	own.RUnlock()
+	s.c.mu.leave(own)
 	return why == kvwire.ReasonNone
 }
 
@@ -285,6 +318,7 @@ func (c *Cache) drop(p *page, why kvwire.Reason) {
 func (c *Cache) forget(p *page, why kvwire.Reason) {
 	p.place = gone
 	p.gen++
+	p.orphan()
 	if p.space.pages[p.hash] == p {
 		delete(p.space.pages, p.hash)
 	}

@@ -38,7 +38,7 @@ func (s *Space) Borrow(v *View, shard kvwire.Shard, form kvwire.Form, h kvwire.H
 func (s *Space) view(v *View, shard kvwire.Shard, form kvwire.Form, h kvwire.Hash, verify, pin bool) kvwire.Reason {
 	c := s.c
 	if shard.Index == 0 {
-		c.touches.add([]uint64{s.key(&h)})
+		c.touches.addKeys(0, []uint64{s.key(&h)})
 	}
 	c.mu.Lock()
 	if !c.enter() {
@@ -64,6 +64,9 @@ func (s *Space) view(v *View, shard kvwire.Shard, form kvwire.Form, h kvwire.Has
 		c.pin(p)
 	} else {
 		c.ref(p)
+	}
+	if shard.Index == 0 {
+		c.use(p)
 	}
 	c.open++
 	c.mu.Unlock()

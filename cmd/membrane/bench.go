@@ -17,7 +17,7 @@ func newBenchCommand() *cobra.Command {
 		Args:  refuseArgs,
 		RunE:  needsCommand,
 	}
-	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newFrameSourceCommand())
+	cmd.AddCommand(newBenchCoreCommand(), newBenchReplayCommand(), newBenchCapacityCommand(), newBenchChaosCommand(), newFrameSourceCommand())
 	return cmd
 }
 

@@ -1,0 +1,20 @@
+package capacity
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+func TestLookupsInThisProcess(t *testing.T) {
+	rows, err := RunInProcess(t.Context(), 3, 200*time.Millisecond, func(s string) { t.Log(s) })
+	require.NoError(t, err)
+	require.Len(t, rows, 3)
+	for _, r := range rows {
+		assert.Positive(t, r.One)
+		assert.Positive(t, r.Two)
+		assert.Positive(t, r.Scaling)
+	}
+}
