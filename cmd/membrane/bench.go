@@ -17,7 +17,8 @@ func newBenchCommand() *cobra.Command {
 		Args:  refuseArgs,
 		RunE:  needsCommand,
 	}
-	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newFrameSourceCommand())
+	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newFrameSourceCommand(), newBenchPeersCommand())
+	cmd.AddCommand(newPeersSourceCommands()...)
 	return cmd
 }
 
