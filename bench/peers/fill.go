@@ -267,7 +267,7 @@ func (r *run) fullCaches(ctx context.Context, c cell) error {
 			if s.ours || ctx.Err() != nil {
 				return fmt.Errorf("cannot measure %q of %s: %w", c, s.name, err)
 			}
-			res.why = firstLine(err.Error())
+			res.why = reason(err)
 		}
 	}
 	return nil

@@ -107,7 +107,7 @@ func (*httpConn) Drop(int, int) error { return errNoBytes }
 
 // Each of fragmentCount prompts is one fragment.
 const (
-	fragmentCount  = 16
+	fragmentCount  = 8
 	fragmentTokens = 128
 )
 

@@ -53,7 +53,9 @@ func mooncakeProduct() *product {
 		if err != nil {
 			return nil, err
 		}
-		env := []string{"LD_LIBRARY_PATH=" + filepath.Join(pl.peers, "mooncake", "deb", "usr", "lib", "x86_64-linux-gnu")}
+		// Libraries that the wheel expects, where the system has none.
+		libraries := filepath.Join(pl.peers, "mooncake", "lib")
+		env := []string{"LD_LIBRARY_PATH=" + libraries}
 		port, err := freePort()
 		if err != nil {
 			return nil, err

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"membrane/bench"
@@ -225,7 +226,7 @@ func (r *run) startAll(ctx context.Context) error {
 			if s.ours && p.name == "membrane" || s.ceiling {
 				return err
 			}
-			r.absent[p] = firstLine(err.Error())
+			r.absent[p] = reason(err)
 			r.opts.Progress(p.name + ": " + err.Error())
 			continue
 		}
@@ -351,7 +352,7 @@ func (r *run) one(ctx context.Context, round int, c cell, s *system) error {
 			return err
 		}
 		// A peer that fails has a row that says so.
-		res.why = firstLine(err.Error())
+		res.why = reason(err)
 		r.opts.Progress(fmt.Sprintf("%s, %s: %v", s.name, c, err))
 		return on.pause(ctx)
 	}
@@ -450,11 +451,12 @@ func closeStreams(streams []*stream) {
 	}
 }
 
-func firstLine(s string) string {
-	for i, c := range s {
-		if c == '\n' {
-			return s[:i]
-		}
+// reason shortens an error with a log behind it to one line: what failed, and
+// the last thing that was said.
+func reason(err error) string {
+	lines := strings.Split(strings.TrimSpace(err.Error()), "\n")
+	if len(lines) == 1 {
+		return lines[0]
 	}
-	return s
+	return lines[0] + " " + lines[len(lines)-1]
 }
