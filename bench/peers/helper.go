@@ -20,7 +20,7 @@ var helperPy []byte
 type helper struct {
 	*server
 	in     io.Writer
-	loaded string // the payloads that the system holds
+	loaded int // size of the payloads that the system holds
 }
 
 // helperAnswer is one line that it prints.
@@ -88,11 +88,11 @@ func (r *run) helped(ctx context.Context, c cell, on *running) (measurement, err
 	if err := h.resume(ctx); err != nil {
 		return measurement{}, err
 	}
-	if path := r.payloads.Path(); h.loaded != path {
-		if _, err := h.ask(ctx, map[string]any{"do": "load", "path": path, "count": r.payloads.Len(), "size": r.payloads.Size}); err != nil {
+	if h.loaded != r.payloads.Size {
+		if _, err := h.ask(ctx, map[string]any{"do": "load", "path": r.payloads.Path(), "count": r.payloads.Len(), "size": r.payloads.Size}); err != nil {
 			return measurement{}, err
 		}
-		h.loaded = path
+		h.loaded = r.payloads.Size
 	}
 	get := func(d time.Duration) (helperAnswer, error) {
 		return h.ask(ctx, map[string]any{"do": "get", "streams": c.Streams, "batch": c.Batch, "seconds": d.Seconds(), "seed": r.opts.Seed})

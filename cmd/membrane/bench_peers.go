@@ -75,7 +75,7 @@ machine alone meanwhile.`,
 	flags.Uint64Var(&opts.Seed, "seed", 1, "order of the keys")
 	flags.BoolVar(&asJSON, "json", false, "print one JSON object instead of tables")
 	flags.BoolVar(&asMarkdown, "markdown", false, "print Markdown instead of text tables")
-	flags.StringVar(&out, "out", "", "also write peers.txt, peers.json, peers.md and plots (SVG, PNG) into this folder")
+	flags.StringVar(&out, "out", "", "also write peers.txt, peers.json and peers.md into this folder (make bench draws plots from them)")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
 	return cmd
 }
