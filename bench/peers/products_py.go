@@ -54,7 +54,7 @@ func mooncakeProduct() *product {
 			return nil, err
 		}
 		// Libraries that the wheel expects, where the system has none.
-		libraries := filepath.Join(pl.peers, "mooncake", "lib")
+		libraries := filepath.Join(pl.peers, "mooncake-lib")
 		env := []string{"LD_LIBRARY_PATH=" + libraries}
 		port, err := freePort()
 		if err != nil {

@@ -52,7 +52,7 @@ type sizing struct {
 
 func (o Options) sizing() sizing {
 	if o.Quick {
-		return sizing{budget: 128 * mib, set: map[int]int{small: 8 * mib, half: 16 * mib, big: 32 * mib}, written: 32 * mib, full: 128 * mib}
+		return sizing{budget: 256 * mib, set: map[int]int{small: 8 * mib, half: 16 * mib, big: 32 * mib}, written: 32 * mib, full: 128 * mib}
 	}
 	return sizing{budget: gib, set: map[int]int{small: 128 * mib, half: 256 * mib, big: 256 * mib}, written: 512 * mib, full: 2 * gib}
 }
