@@ -30,7 +30,7 @@ const (
 // ServeBare listens on a free loopback port, prints the address on a line and
 // answers requests of the bare TCP copy until stdin ends.
 func ServeBare(stdin io.Reader, stdout io.Writer) error {
-	p, err := NewPayloads(bareMemory>>20, 1<<20)
+	memory, err := bareFrames()
 	if err != nil {
 		return err
 	}
@@ -42,11 +42,27 @@ func ServeBare(stdin io.Reader, stdout io.Writer) error {
 				return
 			}
 			first, n, size := binary.LittleEndian.Uint32(b[:]), binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint32(b[8:])
-			if n > kvwire.MaxBatch || size == 0 || size > bareMemory || sendBare(c, p.data, int(first), int(n), int(size)) != nil {
+			if n > kvwire.MaxBatch || size == 0 || size > bareMemory || sendBare(c, memory, int(first), int(n), int(size)) != nil {
 				return
 			}
 		}
 	})
+}
+
+// bareFrames returns memory that is all present. What is in it does not
+// matter: every MiB is the same but for its number.
+func bareFrames() ([]byte, error) {
+	p, err := NewPayloads(1, mib)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = p.Close() }()
+	memory := make([]byte, bareMemory)
+	for at := 0; at < len(memory); at += mib {
+		copy(memory[at:], p.Value(0))
+		binary.LittleEndian.PutUint32(memory[at:], uint32(at))
+	}
+	return memory, nil
 }
 
 func sendBare(c net.Conn, memory []byte, first, n, size int) error {

@@ -458,7 +458,7 @@ func TestBareCopyAndEmptyServer(t *testing.T) {
 	c, err := dialBare(ctx, addr)
 	require.NoError(t, err)
 	defer func() { _ = c.Close() }()
-	dst, got := buffers(3, 512*kib)
+	dst, got := buffers(3, mib)
 	require.NoError(t, c.Get(1, dst, got))
 	assert.Equal(t, []bool{true, true, true}, got)
 	assert.NotEqual(t, dst[0][:64], dst[1][:64], "frames come from different memory")
