@@ -306,7 +306,7 @@ func TestWrongBytesAreCaught(t *testing.T) {
 			s.mu.Unlock()
 			var wrong *MixedUpError
 			require.ErrorAs(t, str.step(&m), &wrong)
-			assert.NotEqual(t, wrong.Got, wrong.Want)
+			assert.NotEqual(t, wrong.Want, wrong.Got)
 		})
 	}
 }
@@ -378,7 +378,7 @@ func TestEveryWayIntoMembrane(t *testing.T) {
 		})
 	}
 	t.Run(sysRESP, func(t *testing.T) {
-		if (sidecarProduct("membrane-resp", "--resp-addr")).find(place{binary: binary}) != nil {
+		if sidecarProduct("membrane-resp", "--resp-addr").find(place{binary: binary}) != nil {
 			t.Skip("this binary has no --resp-addr")
 		}
 		startedConn(t, "membrane-resp", sysRESP, binary, func(c Conn) { exercise(t, c, payloads(t, 32, testSize)) })

@@ -97,7 +97,6 @@ const (
 
 var (
 	overSockets = []string{sysRESP, sysRedis, sysValkey, sysKVB, sysLM}
-	respOnly    = []string{sysRESP, sysRedis, sysValkey}
 	batched     = []string{sysData, sysEngine, sysKVB, sysBare}
 )
 

@@ -2,7 +2,7 @@
 // report. It is a program of its own because the drawing library and its fonts
 // would make every sidecar eight megabytes larger.
 //
-// Usage: go run ./bench/peersplot REPORT.json FOLDER
+// Usage: go run ./cmd/peersplot REPORT.json FOLDER
 package main
 
 import (
