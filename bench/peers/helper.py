@@ -56,7 +56,9 @@ class Payloads:
         for part in parts:
             digest.update(part)
         if digest.intdigest() != self.sums[key]:
-            raise ValueError(f"key {key} has checksum {digest.intdigest():016x} instead of {self.sums[key]:016x}")
+            raise ValueError(
+                f"key {key} has checksum {digest.intdigest():016x} instead of {self.sums[key]:016x}"
+            )
 
 
 class Reader(Protocol):
@@ -142,7 +144,9 @@ class MooncakeReader:
         """Read one value into the buffer."""
         if batch != 1:
             raise ValueError("this client reads one value at a time")
-        got = self.store.get_into(f"bench-{self.payloads.size}-{key}", self.address, self.payloads.size)
+        got = self.store.get_into(
+            f"bench-{self.payloads.size}-{key}", self.address, self.payloads.size
+        )
         if got != self.payloads.size:
             raise RuntimeError(f"key {key}: get_into returns {got}")
         self.payloads.check(key, iter((self.buffer,)))
@@ -185,7 +189,9 @@ class LMCacheClient:
     def request(self, key: int, batch: int, kind: str) -> Any:
         """Return a request for a run of chunks whose blocks are the keys'."""
         self.requests += 1
-        self.bench._config = dataclasses.replace(self.bench._config, num_tokens=batch * CHUNK_TOKENS)
+        self.bench._config = dataclasses.replace(
+            self.bench._config, num_tokens=batch * CHUNK_TOKENS
+        )
         sequence = key * len(BATCHES) + BATCHES.index(batch)
         request = self.bench.create_request(sequence, f"{kind}-{self.requests}", kind)
         return dataclasses.replace(request, block_offset=key * CHUNK_TOKENS // BLOCK_TOKENS)
@@ -285,7 +291,13 @@ def read(client: Client, payloads: Payloads, command: dict[str, Any]) -> dict[st
             raise RuntimeError(s.error)
     latencies = [latency for s in streams for latency in s.latencies]
     ops = len(latencies)
-    return {"bytes": ops * batch * payloads.size, "ops": ops, "hits": ops * batch, "elapsed": elapsed, "latencies": latencies}
+    return {
+        "bytes": ops * batch * payloads.size,
+        "ops": ops,
+        "hits": ops * batch,
+        "elapsed": elapsed,
+        "latencies": latencies,
+    }
 
 
 def serve(client: Client, answers: int) -> None:
@@ -311,9 +323,8 @@ def mooncake_server(master: str, memory: int, answers: int) -> None:
     """Run a master and lend it memory until standard input ends."""
     port = master.rpartition(":")[2]
     program = os.path.join(os.path.dirname(sys.executable), "mooncake_master")
-    with subprocess.Popen(
-        [program, f"--rpc_port={port}", f"--metrics_port={free_port()}"], stdin=subprocess.DEVNULL, stdout=sys.stderr
-    ) as child:
+    command = [program, f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr) as child:
         deadline = time.monotonic() + 60
         while child.poll() is None and time.monotonic() < deadline:
             with socket.socket() as s:

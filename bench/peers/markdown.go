@@ -129,7 +129,7 @@ func (r Report) WriteMarkdown(w io.Writer) error {
 	m := r.Machine
 	fmt.Fprintf(&b, "%s, %d cores, %.0f GiB, Linux %s, %s, membrane %s; %s grid, %d rounds of %.3g s a cell.\n\n",
 		m.CPU, m.Cores, m.MemoryGiB, m.Kernel, m.Go, m.Version, r.Grid, r.Rounds, r.CellSeconds)
-	b.WriteString("### Targets\n\n| target | ratio | to | bound | |\n|---|---:|---|---|---|\n")
+	b.WriteString("#### Targets\n\n| target | ratio | to | bound | |\n|---|---:|---|---|---|\n")
 	for _, row := range r.Targets {
 		ratio, to := "", ""
 		if row.Ratio != nil {
@@ -166,7 +166,7 @@ func (g Group) write(b *bytes.Buffer, t Table) {
 	if len(t.Cells) == 0 {
 		return
 	}
-	fmt.Fprintf(b, "\n### %s\n\n%s, median (min to max). Bold: a peer is ahead of every way into membrane.\n\n", g.Title, g.Unit)
+	fmt.Fprintf(b, "\n#### %s\n\n![%s](plots/%s.svg)\n\n%s, median (min to max). Bold: a peer is ahead of every way into membrane.\n\n", g.Title, g.Title, g.File, g.Unit)
 	b.WriteString("| cell |")
 	for _, s := range t.Systems {
 		fmt.Fprintf(b, " %s |", s)
@@ -202,7 +202,7 @@ func (g Group) write(b *bytes.Buffer, t Table) {
 }
 
 func (r Report) writeDetails(b *bytes.Buffer) {
-	b.WriteString("\n### Every cell\n\nLatencies over all operations of all rounds; a batch is one operation. RSS and processor time are the server's.\n\n")
+	b.WriteString("\n#### Every cell\n\nLatencies over all operations of all rounds; a batch is one operation. RSS and processor time are the server's.\n\n")
 	b.WriteString("| cell | system | ops/s | p50 µs | p99 µs | RSS MiB | CPU s/GB | checked | |\n|---|---|---:|---:|---:|---:|---:|---|---|\n")
 	for _, row := range append(slices.Clone(r.Ceilings), r.Rows...) {
 		t := row.Throughput
@@ -220,7 +220,7 @@ func (r Report) writeDetails(b *bytes.Buffer) {
 }
 
 func (r Report) writeSystems(b *bytes.Buffer) {
-	b.WriteString("\n### Systems\n\n| system | protocol | set up | |\n|---|---|---|---|\n")
+	b.WriteString("\n#### Systems\n\n| system | protocol | set up | |\n|---|---|---|---|\n")
 	for _, s := range r.Systems {
 		note := s.Note
 		if s.Why != "" {

@@ -143,7 +143,7 @@ func Run(ctx context.Context, opts Options) (Report, error) {
 	defer func() { _ = os.RemoveAll(dir) }()
 	r := &run{
 		opts: opts, sizing: opts.sizing(), dir: dir, products: allProducts(), running: map[*product]*running{},
-		absent: map[*product]string{}, results: map[rowKey]*result{}, began: time.Now(),
+		absent: map[*product]string{}, results: map[rowKey]*result{},
 	}
 	defer r.close()
 	if r.systems, err = choose(allSystems(r.products), opts.Systems); err != nil {
@@ -187,6 +187,7 @@ func (r *run) measure(ctx context.Context) error {
 	if err := r.startAll(ctx); err != nil {
 		return err
 	}
+	r.began = time.Now()
 	timed := slices.DeleteFunc(slices.Clone(r.cells), func(c cell) bool { return c.Op == opMemory })
 	for round := range r.opts.Rounds {
 		if err := r.round(ctx, round, timed); err != nil {

@@ -24,7 +24,7 @@ func newBenchCommand() *cobra.Command {
 
 func newBenchCoreCommand() *cobra.Command {
 	var opts bench.CoreOptions
-	var asJSON, strict bool
+	var asJSON, asMarkdown, strict bool
 	var floors string
 	cmd := &cobra.Command{
 		Use:   "core",
@@ -46,8 +46,11 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 				return err
 			}
 			write := report.WriteText
-			if asJSON {
+			switch {
+			case asJSON:
 				write = report.WriteJSON
+			case asMarkdown:
+				write = report.WriteMarkdown
 			}
 			if err := write(cmd.OutOrStdout()); err != nil {
 				return err
@@ -65,6 +68,7 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 	}
 	flags := cmd.Flags()
 	flags.BoolVar(&asJSON, "json", false, "print one JSON object instead of a table")
+	flags.BoolVar(&asMarkdown, "markdown", false, "print Markdown instead of a text table")
 	flags.BoolVar(&opts.Quick, "quick", false, "less memory and three rounds, to see that all rows work")
 	flags.IntVar(&opts.Rounds, "rounds", 0, "how often every figure is taken (default 15, with --quick 3)")
 	flags.StringVar(&floors, "floors", "", "exit 1 when a row is below its floor in this file")

@@ -179,13 +179,17 @@ func (plainTicks) Ticks(low, high float64) []plot.Tick {
 
 // axisLabel breaks a cell's name into short lines.
 func axisLabel(cell string) string {
-	s := strings.ReplaceAll(cell, " streams=1", "\n1 stream")
-	if i := strings.Index(s, " streams="); i >= 0 {
-		rest, more, _ := strings.Cut(s[i+len(" streams="):], " ")
-		s = s[:i] + "\n" + rest + " streams"
-		if more != "" {
-			s += "\n" + more
-		}
+	what, rest, ok := strings.Cut(cell, " streams=")
+	if !ok {
+		return cell
 	}
-	return s
+	n, more, _ := strings.Cut(rest, " ")
+	label := what + "\n" + n + " streams"
+	if n == "1" {
+		label = what + "\n1 stream"
+	}
+	if more != "" {
+		label += "\n" + more
+	}
+	return label
 }
