@@ -3,8 +3,10 @@ package peers
 import (
 	"context"
 	"encoding/json"
+	"io"
 	"math/rand/v2"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -279,4 +281,57 @@ func TestQuickRunMeasuresAndVerifies(t *testing.T) {
 			assert.Contains(t, row.Why, "kvblockd is neither in the peers' folder nor on the path")
 		}
 	}
+}
+
+func TestQuickRunOfMixedLoadsMetadataAndMemory(t *testing.T) {
+	binary := membraneBinary(t)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	rep, err := Run(ctx, Options{
+		Binary: binary, Quick: true, Full: true, Rounds: 1, Duration: 10 * time.Millisecond, Dir: t.TempDir(),
+		Systems: []string{"shared", "http", "predecessor"}, Cells: "^(mixed|aside) 64KiB|^get 64KiB.*hit|^retrieve|^memory",
+		Progress: func(line string) { t.Log(line) },
+	})
+	require.NoError(t, err)
+	ratios := map[string]float64{}
+	for _, row := range rep.Rows {
+		if row.Throughput != nil && row.System == sysPred {
+			assert.Contains(t, row.Why, "is neither in the peers' folder", row.Name)
+			continue
+		}
+		assert.Empty(t, row.Why, row.Name)
+		assert.Positive(t, row.Value, row.Name)
+		if row.Ratio != nil {
+			ratios[row.Op] = *row.Ratio
+		}
+	}
+	assert.InDelta(t, 0.5, ratios[opGet], 0.45, "half of the keys are there, of few")
+	assert.InDelta(t, 0.5, ratios[opAside], 0.49, "some of four times the budget is there")
+	assert.InDelta(t, 1.2, ratios[opMemory], 0.2, "memory for each byte held")
+}
+
+func TestPythonClientsAreAskedLineByLine(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	r := &run{payloads: payloads(t, 4, testSize), opts: Options{Duration: time.Millisecond, Seed: 1}}
+	s := selfAs(t, "helper")
+	on := &running{server: selfAs(t, "empty"), helper: &helper{server: s, in: s.stdin.(io.Writer)}}
+	m, err := r.helped(ctx, getCell(testSize, 1, 1), on)
+	require.NoError(t, err)
+	assert.InDelta(t, 2, m.gbs(), 1e-9)
+	assert.InDelta(t, 20, m.opsPerSecond(), 1e-9)
+	assert.Equal(t, 2*time.Millisecond, percentile(m.latencies, 99))
+	_, err = r.helped(ctx, getCell(testSize, 8, 1), on)
+	assert.ErrorContains(t, err, "the helper: one at a time")
+}
+
+func TestHelperCompiles(t *testing.T) {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("no python3")
+	}
+	path, err := writeHelper(t.TempDir())
+	require.NoError(t, err)
+	out, err := exec.Command(python, "-c", "import ast, sys; ast.parse(open(sys.argv[1]).read())", path).CombinedOutput()
+	assert.NoError(t, err, string(out))
 }

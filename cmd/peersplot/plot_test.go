@@ -3,7 +3,6 @@ package main
 import (
 	"encoding/json"
 	"encoding/xml"
-	"errors"
 	"image/png"
 	"io"
 	"os"
@@ -68,7 +67,7 @@ func TestPlotsAreDrawn(t *testing.T) {
 		}
 	}
 	_, err = os.Stat(filepath.Join(out, "peers-writes.png"))
-	assert.True(t, errors.Is(err, os.ErrNotExist), "nothing to draw")
+	assert.ErrorIs(t, err, os.ErrNotExist, "nothing to draw")
 }
 
 func TestWhatIsNoReportIsRefused(t *testing.T) {
