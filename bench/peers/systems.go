@@ -221,10 +221,14 @@ func kvblockdProduct() *product {
 		if err != nil {
 			return nil, err
 		}
+		admin, err := freePort()
+		if err != nil {
+			return nil, err
+		}
 		config := filepath.Join(pl.dir, "kvblockd.yaml")
 		return served(ctx, p.name, "kvb1", pl, nil, path, func(port int) []string {
-			text := fmt.Sprintf("listen_addr: %q\nmetrics_addr: %q\nnamespaces_path: %q\ndram_arena_bytes: %d\npinned_bytes_cap: %d\n",
-				loopback(port), loopback(metrics), spaces, pl.memory, 16<<20)
+			text := fmt.Sprintf("listen_addr: %q\nmetrics_addr: %q\nadmin_addr: %q\nnamespaces_path: %q\ndram_arena_bytes: %d\npinned_bytes_cap: %d\n",
+				loopback(port), loopback(metrics), loopback(admin), spaces, pl.memory, 16<<20)
 			_ = os.WriteFile(config, []byte(text), 0o600) // it says itself when it cannot read it
 			return []string{"-config", config}
 		})
