@@ -119,7 +119,7 @@ func (r *run) unfill(ctx context.Context, s *system) error {
 		return err
 	}
 	delete(r.filled, s.store)
-	return on.pause(ctx)
+	return on.rest(ctx)
 }
 
 // passes measures a write cell: passes of the same number of new keys, dropped

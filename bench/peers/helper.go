@@ -112,8 +112,5 @@ func (r *run) helped(ctx context.Context, c cell, on *running) (measurement, err
 	for _, s := range a.Latencies {
 		m.latencies = append(m.latencies, time.Duration(s*float64(time.Second)))
 	}
-	if err := on.took(&m, before); err != nil {
-		return m, err
-	}
-	return m, h.pause(ctx)
+	return m, on.took(&m, before)
 }

@@ -4,7 +4,7 @@ Usage: helper.py mooncake-server MASTER_ADDR BYTES
        helper.py mooncake MASTER_ADDR
        helper.py lmcache RPC_ADDR
 
-A server prints a line when it is ready and ends with its standard input. A
+Both print a line when they are ready and end with their standard input. A
 client reads one JSON command a line and prints one JSON answer a line: "load"
 stores the payloads of a file, "get" reads uniformly random ones for some
 seconds and checks every one against the checksum of what its key stands for,
@@ -301,8 +301,9 @@ def read(client: Client, payloads: Payloads, command: dict[str, Any]) -> dict[st
 
 
 def serve(client: Client, answers: int) -> None:
-    """Answer commands until standard input ends."""
+    """Say that the client is there and answer commands until standard input ends."""
     payloads: Payloads | None = None
+    os.write(answers, b"ready\n")
     for line in sys.stdin:
         command = json.loads(line)
         answer: dict[str, Any] = {}
@@ -324,6 +325,7 @@ def mooncake_server(master: str, memory: int, answers: int) -> None:
     port = master.rpartition(":")[2]
     program = os.path.join(os.path.dirname(sys.executable), "mooncake_master")
     command = [program, f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+    command.append("--client_ttl=86400")  # everybody is stopped now and then
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr) as child:
         deadline = time.monotonic() + 60
         while child.poll() is None and time.monotonic() < deadline:

@@ -2,7 +2,6 @@ package peers
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"path/filepath"
 )
@@ -32,7 +31,7 @@ func lmcacheProduct() *product {
 		if err != nil {
 			return nil, err
 		}
-		return r.withHelper(pl, python, nil, "lmcache", r.addrs["mp"])
+		return r.withHelper(ctx, pl, python, nil, "lmcache", r.addrs["mp"])
 	}
 	return p
 }
@@ -69,20 +68,23 @@ func mooncakeProduct() *product {
 			r.close()
 			return nil, err
 		}
-		return r.withHelper(pl, python, env, "mooncake", loopback(port))
+		return r.withHelper(ctx, pl, python, env, "mooncake", loopback(port))
 	}
 	return p
 }
 
-// withHelper adds the Python client.
-func (r *running) withHelper(pl place, python string, env []string, kind, addr string) (*running, error) {
+// withHelper adds the Python client and returns once it is connected.
+func (r *running) withHelper(ctx context.Context, pl place, python string, env []string, kind, addr string) (*running, error) {
 	path, err := pl.program(python)
 	if err == nil {
 		r.helper, err = startHelper(r.name, pl.dir, path, env, kind, addr)
 	}
+	if err == nil {
+		_, err = r.helper.firstLine(ctx)
+	}
 	if err != nil {
 		r.close()
-		return nil, errors.Join(err)
+		return nil, err
 	}
 	return r, nil
 }

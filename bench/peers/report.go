@@ -243,7 +243,7 @@ func beside(row bench.Row) string {
 func figure(v float64) string {
 	switch {
 	case v == 0:
-		return ""
+		return "0"
 	case v >= 1000:
 		return fmt.Sprintf("%.0f", v)
 	case v >= 100:

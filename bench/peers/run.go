@@ -235,7 +235,7 @@ func (r *run) startAll(ctx context.Context) error {
 		if err := r.findFragments(ctx, s, started); err != nil {
 			return err
 		}
-		if err := started.pause(ctx); err != nil {
+		if err := started.rest(ctx); err != nil {
 			return err
 		}
 	}
@@ -337,28 +337,33 @@ func (r *run) one(ctx context.Context, round int, c cell, s *system) error {
 		return nil // it failed in a round before
 	}
 	on := r.running[s.product]
-	if err := on.resume(ctx); err != nil {
+	m, err := r.awake(ctx, round, c, s, on)
+	var wrong *MixedUpError
+	switch {
+	case err == nil:
+		res.rounds = append(res.rounds, m)
+		return nil
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case s.ours || s.ceiling:
 		return err
+	case errors.As(err, &wrong):
+		r.opts.Progress(fmt.Sprintf("%s, %s: WRONG BYTES: %v", s.name, c, err))
+	default:
+		r.opts.Progress(fmt.Sprintf("%s, %s: %v", s.name, c, err))
+	}
+	// A peer that fails has a row that says so.
+	res.why = reason(err)
+	return nil
+}
+
+// awake measures a cell of a system that is resumed for it.
+func (r *run) awake(ctx context.Context, round int, c cell, s *system, on *running) (measurement, error) {
+	if err := on.resume(ctx); err != nil {
+		return measurement{}, err
 	}
 	m, err := r.timed(ctx, round, c, s, on)
-	var wrong *MixedUpError
-	if errors.As(err, &wrong) && s.ours {
-		return err
-	}
-	if ctx.Err() != nil {
-		return ctx.Err()
-	}
-	if err != nil {
-		if s.ours || s.ceiling {
-			return err
-		}
-		// A peer that fails has a row that says so.
-		res.why = reason(err)
-		r.opts.Progress(fmt.Sprintf("%s, %s: %v", s.name, c, err))
-		return on.pause(ctx)
-	}
-	res.rounds = append(res.rounds, m)
-	return on.pause(ctx)
+	return m, errors.Join(err, on.rest(ctx))
 }
 
 // timed loads what the cell needs and measures it.

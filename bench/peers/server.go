@@ -167,7 +167,7 @@ func (s *server) kill() {
 
 func (s *server) signal(sig syscall.Signal) error {
 	if err := syscall.Kill(-s.cmd.Process.Pid, sig); err != nil {
-		return fmt.Errorf("cannot signal %s: %w", s.name, err)
+		return fmt.Errorf("cannot signal %s: %w\n%s", s.name, err, s.log())
 	}
 	return nil
 }

@@ -38,6 +38,16 @@ func (r *running) close() {
 	r.kill()
 }
 
+// rest stops the system and its helper until they are resumed.
+func (r *running) rest(ctx context.Context) error {
+	if r.helper != nil {
+		if err := r.helper.pause(ctx); err != nil {
+			return err
+		}
+	}
+	return r.pause(ctx)
+}
+
 // product is something that is started as one process group.
 type product struct {
 	name string
