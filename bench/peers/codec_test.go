@@ -234,7 +234,7 @@ func codecs(t *testing.T, s *store) map[string]func() Conn {
 	}
 	return map[string]func() Conn{
 		"RESP":  func() Conn { c, err := dialRESP(ctx, fake(t, s.serveRESP), "k:"); return must(c, err) },
-		"lm://": func() Conn { c, err := dialLM(ctx, fake(t, s.serveLM), 100); return must(c, err) },
+		"lm://": func() Conn { c, err := dialLM(ctx, fake(t, s.serveLM), "bench", 100); return must(c, err) },
 		"KVB1":  func() Conn { c, err := dialKVB(ctx, fake(t, s.serveKVB), "k:"); return must(c, err) },
 	}
 }
@@ -325,7 +325,7 @@ func TestLengthsThatDoNotFitAreRefused(t *testing.T) {
 
 func TestKeysOfLMComeRoundWhereNothingIsDeleted(t *testing.T) {
 	s := newStore()
-	c, err := dialLM(context.Background(), fake(t, s.serveLM), 2)
+	c, err := dialLM(context.Background(), fake(t, s.serveLM), "bench", 2)
 	require.NoError(t, err)
 	defer func() { _ = c.Close() }()
 	for i := range 6 {

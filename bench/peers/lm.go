@@ -29,15 +29,18 @@ const (
 // written come round after ring of them.
 type lmConn struct {
 	*link
-	ring int
+	model string
+	ring  int
 }
 
-func dialLM(ctx context.Context, addr string, ring int) (*lmConn, error) {
+// dialLM connects to an lm:// server. Keys are of the given model, which has no
+// "@" in its name.
+func dialLM(ctx context.Context, addr, model string, ring int) (*lmConn, error) {
 	l, err := dialLink(ctx, "tcp", addr)
 	if err != nil {
 		return nil, err
 	}
-	return &lmConn{link: l, ring: ring}, nil
+	return &lmConn{link: l, model: model, ring: ring}, nil
 }
 
 func (c *lmConn) request(command, key, length int) {
@@ -48,7 +51,7 @@ func (c *lmConn) request(command, key, length int) {
 		c.out = binary.LittleEndian.AppendUint32(c.out, uint32(n))
 	}
 	at := len(c.out)
-	c.out = fmt.Appendf(c.out, "bench@1@0@%x@uint8", key+1)
+	c.out = fmt.Appendf(c.out, "%s@1@0@%x@uint8", c.model, key+1)
 	c.out = append(c.out, bytes.Repeat([]byte(" "), lmKey-(len(c.out)-at))...)
 }
 

@@ -352,7 +352,7 @@ func allSystems(products map[string]*product) []*system {
 		{
 			name: sysLM, path: "lm://", product: products["lmcache-lm"], ops: values,
 			open: func(ctx context.Context, r *running, o opening) (Conn, error) {
-				return dialLM(ctx, r.addrs["lm"], o.ring)
+				return dialLM(ctx, r.addrs["lm"], fmt.Sprintf("bench-%d", o.size), o.ring)
 			},
 			unable: map[string]string{opAside: "it evicts nothing"},
 			note:   "no checksum, no acknowledgement: each write is followed by a look-up",

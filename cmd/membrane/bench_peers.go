@@ -71,7 +71,7 @@ machine alone meanwhile.`,
 	flags.BoolVar(&opts.Full, "full", false, "the whole grid, about an hour")
 	flags.BoolVar(&opts.Quick, "quick", false, "little memory and an instant a cell, to see that all rows work")
 	flags.IntVar(&opts.Rounds, "rounds", 3, "how often every cell is measured")
-	flags.DurationVar(&opts.Duration, "duration", 0, "how long a cell is measured in a round (default 2.5s, with --quick 50ms)")
+	flags.DurationVar(&opts.Duration, "duration", 0, "how long a cell is measured in a round (default 2.5s, with --full 1.5s, with --quick 50ms)")
 	flags.Uint64Var(&opts.Seed, "seed", 1, "order of the keys")
 	flags.BoolVar(&asJSON, "json", false, "print one JSON object instead of tables")
 	flags.BoolVar(&asMarkdown, "markdown", false, "print Markdown instead of text tables")
