@@ -22,6 +22,7 @@ RACE := $(if $(shell command -v $(CC)),-race,)
 PYTOOLS := $(CURDIR)/.venv/tools/bin
 PYTHON_DIR := engines/python
 PROTO_DIR := sidecar/grpcapi/transferpb
+BENCH_PYTHON := bench/peers/helper.py
 
 .PHONY: help
 help: ## Print this list
@@ -74,6 +75,40 @@ test-engines: build ## Install the pinned engines and run them with the real sid
 bench-core: build ## Measure match, lease, read, store and peer fill
 	bin/membrane bench core
 
+# Where reports, plots and profiles go.
+BENCH_OUT ?= build/bench
+PROFILE_OUT ?= build/profiles
+# Which packages and Go benchmarks `make profile` profiles.
+PROFILE_PKGS ?= kvwire cache mesh sidecar/engineport
+PROFILE_BENCH ?= .
+
+.PHONY: bench-peers-setup
+bench-peers-setup: ## Install the peers that bench-peers measures, as far as they can be had
+	tools/peers/setup.sh
+
+.PHONY: bench-peers
+bench-peers: build ## Measure membrane beside its peers: 12 minutes, a quiet machine
+	bin/membrane bench peers --out $(BENCH_OUT)
+	$(STATIC) go run ./cmd/peersplot $(BENCH_OUT)/peers.json $(BENCH_OUT)
+
+.PHONY: bench
+bench: build bench-peers-setup ## Run the benchmarks and write their results into docs/benchmarks.md
+	mkdir -p $(BENCH_OUT)
+	bin/membrane bench core --markdown >$(BENCH_OUT)/core.md
+	bin/membrane bench peers --out $(BENCH_OUT) >/dev/null
+	$(STATIC) go run ./cmd/peersplot $(BENCH_OUT)/peers.json docs/plots
+	tools/bench-docs.sh docs/benchmarks.md $(BENCH_OUT)
+
+.PHONY: profile
+profile: ## Profile the Go benchmarks of the hot paths: processor time and allocations
+	@mkdir -p $(PROFILE_OUT); for pkg in $(PROFILE_PKGS); do \
+		name=$${pkg//\//-}; \
+		go test -run '^$$' -bench '$(PROFILE_BENCH)' -benchmem -cpuprofile $(PROFILE_OUT)/$$name.cpu.prof \
+			-memprofile $(PROFILE_OUT)/$$name.mem.prof -o $(PROFILE_OUT)/$$name.test ./$$pkg | tee $(PROFILE_OUT)/$$name.txt; \
+		go tool pprof -top -nodecount=10 $(PROFILE_OUT)/$$name.test $(PROFILE_OUT)/$$name.cpu.prof; \
+		go tool pprof -top -nodecount=10 -sample_index=alloc_space $(PROFILE_OUT)/$$name.test $(PROFILE_OUT)/$$name.mem.prof; \
+	done
+
 # How long requests run under faults, and with which seed (none: a random one,
 # which is printed).
 CHAOS_TIME ?= 10m
@@ -104,9 +139,10 @@ lint-go:
 
 .PHONY: lint-python
 lint-python: pytools
-	'$(PYTOOLS)/ruff' check --no-cache --config tools/ruff.toml $(PYTHON_DIR)
-	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml --check $(PYTHON_DIR)
+	'$(PYTOOLS)/ruff' check --no-cache --config tools/ruff.toml $(PYTHON_DIR) $(BENCH_PYTHON)
+	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml --check $(PYTHON_DIR) $(BENCH_PYTHON)
 	'$(PYTOOLS)/mypy' --config-file tools/mypy.ini $(PYTHON_DIR)
+	'$(PYTOOLS)/mypy' --config-file tools/mypy.ini $(BENCH_PYTHON)
 	'$(PYTOOLS)/shellcheck' $$(git ls-files .ci '*.sh')
 
 # The environment itself lies outside the checkout, so that clones share it.
@@ -117,7 +153,7 @@ pytools:
 .PHONY: fmt
 fmt: pytools ## Format Go and Python
 	$(STATIC) $(TOOL) gofumpt -w $(wildcard */)
-	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIR)
+	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIR) $(BENCH_PYTHON)
 
 # protoc comes with Python's grpcio-tools, its plugins are Go tools.
 .PHONY: proto

@@ -76,3 +76,14 @@ func TestStreamsAreReadToTheirEnd(t *testing.T) {
 		assert.ErrorContains(t, err, want)
 	}
 }
+
+func TestMarkdownSaysWhatTextSays(t *testing.T) {
+	missed, err := Row{Name: "slow", Unit: "s", Value: 2}.judge(2, "<= 1")
+	require.NoError(t, err)
+	absent := samples{}.row("absent", "s")
+	absent.Why = "it is not here"
+	var b strings.Builder
+	require.NoError(t, Report{Rows: []Row{missed, absent}}.WriteMarkdown(&b))
+	assert.Contains(t, b.String(), "| slow | 2 | 0 | 0 | s |  |  | ≤ 1 | **missed** |")
+	assert.Contains(t, b.String(), "not run: it is not here")
+}

@@ -17,13 +17,17 @@ func newBenchCommand() *cobra.Command {
 		Args:  refuseArgs,
 		RunE:  needsCommand,
 	}
-	cmd.AddCommand(newBenchCoreCommand(), newBenchReplayCommand(), newBenchCapacityCommand(), newBenchChaosCommand(), newFrameSourceCommand())
+	cmd.AddCommand(
+		newBenchCoreCommand(), newBenchPeersCommand(), newBenchReplayCommand(), newBenchCapacityCommand(), newBenchChaosCommand(),
+		newFrameSourceCommand(),
+	)
+	cmd.AddCommand(newPeersSourceCommands()...)
 	return cmd
 }
 
 func newBenchCoreCommand() *cobra.Command {
 	var opts bench.CoreOptions
-	var asJSON, strict bool
+	var asJSON, asMarkdown, strict bool
 	var floors string
 	cmd := &cobra.Command{
 		Use:   "core",
@@ -45,8 +49,11 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 				return err
 			}
 			write := report.WriteText
-			if asJSON {
+			switch {
+			case asJSON:
 				write = report.WriteJSON
+			case asMarkdown:
+				write = report.WriteMarkdown
 			}
 			if err := write(cmd.OutOrStdout()); err != nil {
 				return err
@@ -64,6 +71,7 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 	}
 	flags := cmd.Flags()
 	flags.BoolVar(&asJSON, "json", false, "print one JSON object instead of a table")
+	flags.BoolVar(&asMarkdown, "markdown", false, "print Markdown instead of a text table")
 	flags.BoolVar(&opts.Quick, "quick", false, "less memory and three rounds, to see that all rows work")
 	flags.IntVar(&opts.Rounds, "rounds", 0, "how often every figure is taken (default 15, with --quick 3)")
 	flags.StringVar(&floors, "floors", "", "exit 1 when a row is below its floor in this file")
