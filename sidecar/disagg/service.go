@@ -203,7 +203,10 @@ func (s *Service) withDeadline(ctx context.Context, d time.Duration) (context.Co
 // ended turns an error under a context that has ended into what the caller can
 // do about it.
 func (s *Service) ended(ctx context.Context, err error, what string) error {
+	var said *Error
 	switch {
+	case errors.As(err, &said):
+		return err // it knows better
 	case err == nil || ctx.Err() == nil:
 		return known(err)
 	case s.ctx.Err() != nil:
