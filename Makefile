@@ -89,14 +89,14 @@ bench-peers-setup: ## Install the peers that bench-peers measures, as far as the
 .PHONY: bench-peers
 bench-peers: build ## Measure membrane beside its peers: 12 minutes, a quiet machine
 	bin/membrane bench peers --out $(BENCH_OUT)
-	$(STATIC) go run ./cmd/peersplot $(BENCH_OUT)/peers.json $(BENCH_OUT)
+	$(STATIC) go run ./cmd/benchplot peers $(BENCH_OUT)/peers.json $(BENCH_OUT)
 
 .PHONY: bench
 bench: build bench-peers-setup ## Run the benchmarks and write their results into docs/benchmarks.md
 	mkdir -p $(BENCH_OUT)
 	bin/membrane bench core --markdown >$(BENCH_OUT)/core.md
 	bin/membrane bench peers --out $(BENCH_OUT) >/dev/null
-	$(STATIC) go run ./cmd/peersplot $(BENCH_OUT)/peers.json docs/plots
+	$(STATIC) go run ./cmd/benchplot peers $(BENCH_OUT)/peers.json docs/plots
 	tools/bench-docs.sh docs/benchmarks.md $(BENCH_OUT)
 
 .PHONY: profile

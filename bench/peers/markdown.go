@@ -236,7 +236,7 @@ func cellText(s string) string {
 }
 
 // Save writes the report in every form into a folder: peers.txt, peers.json and
-// peers.md. cmd/peersplot draws the plots from peers.json.
+// peers.md. cmd/benchplot draws the plots from peers.json.
 func (r Report) Save(dir string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("cannot make the folder %q: %w", dir, err)

@@ -50,8 +50,8 @@ func (r *Report) judge() {
 	t := Target{Mean: make(map[string]float64)}
 	cells := 0
 	for _, tr := range r.Traces {
-		by := tr.byFraction()
-		for _, f := range tr.fractions() {
+		by := tr.ByFraction()
+		for _, f := range tr.Fractions() {
 			own, ok := by[f][Membrane]
 			better := max(by[f][LRU].HitRatio, by[f][Ristretto].HitRatio)
 			if _, ok2 := by[f][LRU]; !ok || !ok2 {
@@ -86,7 +86,8 @@ func (r *Report) judge() {
 	r.Target = &t
 }
 
-func (t *TraceReport) fractions() []float64 {
+// Fractions returns the cache sizes that were played, in their order.
+func (t *TraceReport) Fractions() []float64 {
 	var out []float64
 	for _, c := range t.Cells {
 		if !slices.Contains(out, c.Fraction) {
@@ -96,7 +97,8 @@ func (t *TraceReport) fractions() []float64 {
 	return out
 }
 
-func (t *TraceReport) byFraction() map[float64]map[string]Cell {
+// ByFraction returns the cells by cache size and policy.
+func (t *TraceReport) ByFraction() map[float64]map[string]Cell {
 	out := make(map[float64]map[string]Cell)
 	for _, c := range t.Cells {
 		if out[c.Fraction] == nil {
@@ -125,8 +127,8 @@ func (t *TraceReport) ratios(policies []PolicyAbout) table {
 	for _, p := range policies {
 		out.head = append(out.head, p.Name)
 	}
-	by := t.byFraction()
-	for _, f := range t.fractions() {
+	by := t.ByFraction()
+	for _, f := range t.Fractions() {
 		row := []string{fmt.Sprintf("%g %%", 100*f)}
 		for _, p := range policies {
 			row = append(row, fmt.Sprintf("%.4f", by[f][p.Name].HitRatio))

@@ -16,7 +16,7 @@ import (
 func newBenchReplayCommand() *cobra.Command {
 	var opts replay.Options
 	var files, names []string
-	var format, output, plots string
+	var format, output string
 	var seed uint64
 	var requests int
 	var strict bool
@@ -50,7 +50,7 @@ or made by generators whose parameters the report states (--workload):
   membrane bench replay --trace conversation_trace.jsonl --fractions 0.05,0.2
   membrane bench replay --workload agents --policies membrane,lru --json
   membrane bench replay --workload chat --nodes 3 --random --fractions 0.2
-  membrane bench replay --markdown --plot hit-ratio > replay.md`,
+  membrane bench replay --markdown > replay.md`,
 		Args: refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			write, err := reportWriter(output)
@@ -70,11 +70,6 @@ or made by generators whose parameters the report states (--workload):
 			report, err := replay.Run(cmd.Context(), traces, opts)
 			if err != nil {
 				return err
-			}
-			if plots != "" {
-				if err := report.Plots(plots); err != nil {
-					return err
-				}
 			}
 			if err := write(report, cmd.OutOrStdout()); err != nil {
 				return err
@@ -97,7 +92,6 @@ or made by generators whose parameters the report states (--workload):
 	flags.Float64Var(&opts.LoadRate, "load-rate", 200_000, "tokens loaded from the cache a second")
 	flags.Int64Var(&opts.TokenBytes, "token-bytes", 128<<10, "bytes of KV of one token")
 	flags.StringVar(&output, "output", "text", "text, json or markdown")
-	flags.StringVar(&plots, "plot", "", "also draw hit ratio against memory to NAME.svg and NAME.png")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when the target is missed: on the mean above lru and ristretto, nowhere more than 1 % below the better of them")
 	flags.IntVar(&nodes.Nodes, "nodes", 0, "play against this many sidecars in one mesh instead")
 	flags.BoolVar(&nodes.Random, "random", false, "with --nodes: send each request to any node instead of that of its session")

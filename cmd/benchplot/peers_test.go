@@ -39,7 +39,7 @@ func TestPlotsAreDrawn(t *testing.T) {
 	report := filepath.Join(dir, "peers.json")
 	require.NoError(t, os.WriteFile(report, b, 0o600))
 	out := filepath.Join(dir, "plots")
-	require.NoError(t, draw(report, out))
+	require.NoError(t, draw("peers", report, out))
 
 	f, err := os.Open(filepath.Join(out, "peers-reads.png"))
 	require.NoError(t, err)
@@ -72,7 +72,7 @@ func TestPlotsAreDrawn(t *testing.T) {
 
 func TestWhatIsNoReportIsRefused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.json")
-	require.ErrorContains(t, draw(path, t.TempDir()), "cannot read the report")
+	require.ErrorContains(t, draw("peers", path, t.TempDir()), "cannot read the report")
 	require.NoError(t, os.WriteFile(path, []byte("no"), 0o600))
 	require.ErrorContains(t, draw(path, t.TempDir()), "cannot read the report at")
 }

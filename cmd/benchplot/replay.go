@@ -1,4 +1,4 @@
-package replay
+package main
 
 import (
 	"fmt"
@@ -9,42 +9,45 @@ import (
 	"gonum.org/v1/plot"
 	"gonum.org/v1/plot/plotter"
 	"gonum.org/v1/plot/vg"
-	"gonum.org/v1/plot/vg/draw"
+	vgdraw "gonum.org/v1/plot/vg/draw"
 	"gonum.org/v1/plot/vg/vgimg"
 	"gonum.org/v1/plot/vg/vgsvg"
+
+	"membrane/bench/replay"
 )
 
-// colors of the policies, told apart also by who sees few colors (Okabe, Ito).
-var colors = map[string]color.RGBA{
-	Membrane:  {0, 114, 178, 255},
-	LRU:       {213, 94, 0, 255},
-	LRUHeads:  {230, 159, 0, 255},
-	Ristretto: {0, 158, 115, 255},
-	Optimum:   {120, 120, 120, 255},
+// policyColours are told apart also by who sees few colors (Okabe, Ito).
+var policyColours = map[string]color.RGBA{
+	replay.Membrane:  {0, 114, 178, 255},
+	replay.LRU:       {213, 94, 0, 255},
+	replay.LRUHeads:  {230, 159, 0, 255},
+	replay.Ristretto: {0, 158, 115, 255},
+	replay.Optimum:   {120, 120, 120, 255},
 }
 
-// Plots draws hit ratio against memory, one panel a trace, and writes
-// NAME.svg and NAME.png for a path NAME.
-func (r Report) Plots(path string) error {
+// plotReplay draws hit ratio against memory, one panel a trace, into
+// hit-ratio.svg and hit-ratio.png of a folder.
+func plotReplay(r replay.Report, dir string) error {
+	path := filepath.Join(dir, "hit-ratio")
 	const columns = 2
 	rows := (len(r.Traces) + columns - 1) / columns
 	if rows == 0 {
-		return fmt.Errorf("cannot plot %q: %w", path, ErrNoRequests)
+		return fmt.Errorf("cannot plot %q: the report has no trace", path)
 	}
 	grid := make([][]*plot.Plot, rows)
 	for i := range grid {
 		grid[i] = make([]*plot.Plot, columns)
 	}
 	for i := range r.Traces {
-		p, err := r.panel(&r.Traces[i], i == 0)
+		p, err := panel(r, &r.Traces[i], i == 0)
 		if err != nil {
 			return fmt.Errorf("cannot plot %q: %w", path, err)
 		}
 		grid[i/columns][i%columns] = p
 	}
 	width, height := 22*vg.Centimeter, vg.Length(rows)*8*vg.Centimeter
-	paint := func(c draw.Canvas) {
-		tiles := draw.Tiles{Rows: rows, Cols: columns, PadX: vg.Centimeter, PadY: vg.Centimeter / 2, PadTop: vg.Points(6), PadBottom: vg.Points(4), PadLeft: vg.Points(4), PadRight: vg.Points(8)}
+	paint := func(c vgdraw.Canvas) {
+		tiles := vgdraw.Tiles{Rows: rows, Cols: columns, PadX: vg.Centimeter, PadY: vg.Centimeter / 2, PadTop: vg.Points(6), PadBottom: vg.Points(4), PadLeft: vg.Points(4), PadRight: vg.Points(8)}
 		canvases := plot.Align(grid, tiles, c)
 		for i := range grid {
 			for k, p := range grid[i] {
@@ -55,9 +58,9 @@ func (r Report) Plots(path string) error {
 		}
 	}
 	svg := vgsvg.New(width, height)
-	paint(draw.New(svg))
+	paint(vgdraw.New(svg))
 	png := vgimg.PngCanvas{Canvas: vgimg.NewWith(vgimg.UseWH(width, height), vgimg.UseDPI(120))}
-	paint(draw.New(png.Canvas))
+	paint(vgdraw.New(png.Canvas))
 	for _, f := range []struct {
 		ext   string
 		write func(*os.File) error
@@ -87,7 +90,7 @@ func writeFile(path string, write func(*os.File) error) error {
 	return nil
 }
 
-func (r Report) panel(t *TraceReport, legend bool) (*plot.Plot, error) {
+func panel(r replay.Report, t *replay.TraceReport, legend bool) (*plot.Plot, error) {
 	p := plot.New()
 	p.Title.Text = t.Name
 	p.X.Label.Text = "memory, % of the distinct blocks"
@@ -95,26 +98,26 @@ func (r Report) panel(t *TraceReport, legend bool) (*plot.Plot, error) {
 	p.X.Min, p.Y.Min = 0, 0
 	p.X.Scale = plot.LinearScale{}
 	p.Add(plotter.NewGrid())
-	by := t.byFraction()
+	by := t.ByFraction()
 	for i := range r.Policies { // the first is drawn last, on top
 		about := r.Policies[len(r.Policies)-1-i]
 		var points plotter.XYs
-		for _, f := range t.fractions() {
+		for _, f := range t.Fractions() {
 			if c, ok := by[f][about.Name]; ok {
 				points = append(points, plotter.XY{X: 100 * f, Y: c.HitRatio})
 			}
 		}
-		if len(points) == 0 || about.Name == LRUHeads { // on top of LRU
+		if len(points) == 0 || about.Name == replay.LRUHeads { // on top of replay.LRU
 			continue
 		}
 		line, dots, err := plotter.NewLinePoints(points)
 		if err != nil {
 			return nil, err
 		}
-		line.Color, dots.Color = colors[about.Name], colors[about.Name]
+		line.Color, dots.Color = policyColours[about.Name], policyColours[about.Name]
 		line.Width = vg.Points(1.5)
-		dots.Shape = draw.CircleGlyph{}
-		if about.Name == Optimum {
+		dots.Shape = vgdraw.CircleGlyph{}
+		if about.Name == replay.Optimum {
 			line.Dashes = []vg.Length{vg.Points(4), vg.Points(3)}
 		}
 		p.Add(line, dots)
