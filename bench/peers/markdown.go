@@ -64,6 +64,8 @@ func (g Group) Table(r Report) Table {
 		}
 		out.rows[rowKey{name, row.System}] = row
 	}
+	order := SystemNames()
+	slices.SortStableFunc(out.Systems, func(a, b string) int { return slices.Index(order, a) - slices.Index(order, b) })
 	return out
 }
 

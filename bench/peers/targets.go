@@ -49,7 +49,7 @@ func allTargets() []target {
 	for _, ours := range []string{sysData, sysEngine} {
 		for _, c := range []cell{get(small, 32, 1), get(small, 32, 8), get(small, 32, 64), get(big, 8, 1), get(big, 8, 8), get(big, 8, 64)} {
 			list = append(list, target{
-				name: fmt.Sprintf("%s, batched read, %d × %s, %d streams", ours, c.Batch, sizeName(c.Size), c.Streams), bound: ">= 1.0",
+				name: fmt.Sprintf("%s, batched read, %d × %s, streams: %d", ours, c.Batch, sizeName(c.Size), c.Streams), bound: ">= 1.0",
 				cell: c, ours: ours, to: []string{sysKVB}, lesser: 0.9,
 			})
 		}

@@ -69,6 +69,9 @@ func plotGroup(g peers.Group, t peers.Table, dir string) error {
 	p.Title.Text = g.Title
 	p.Title.Padding = vg.Points(6)
 	p.Y.Label.Text = g.Unit + ", median; lines from the least to the most of all rounds"
+	if g.Unit == "MiB" {
+		p.Y.Label.Text = "memory for each byte held"
+	}
 	p.Y.Min = 0
 	p.Y.Tick.Marker = plainTicks{}
 	p.Legend.Top = true
@@ -119,6 +122,10 @@ func bars(p *plot.Plot, t peers.Table, system string, width, offset vg.Length) (
 		row, ok := t.Row(c, system)
 		if !ok || row.Why != "" {
 			continue
+		}
+		if row.Unit == "MiB" && row.Ratio != nil {
+			// What is held differs from system to system.
+			row.Value, row.Min, row.Max = *row.Ratio, *row.Ratio, *row.Ratio
 		}
 		values[i] = row.Value
 		most = max(most, row.Max)
