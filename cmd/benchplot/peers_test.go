@@ -74,7 +74,7 @@ func TestWhatIsNoReportIsRefused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.json")
 	require.ErrorContains(t, draw("peers", path, t.TempDir()), "cannot read the report")
 	require.NoError(t, os.WriteFile(path, []byte("no"), 0o600))
-	require.ErrorContains(t, draw(path, t.TempDir()), "cannot read the report at")
+	require.ErrorContains(t, draw("peers", path, t.TempDir()), "cannot read the report of peers")
 }
 
 func TestEverySystemHasAColourOfItsOwn(t *testing.T) {
