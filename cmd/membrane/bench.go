@@ -5,6 +5,7 @@ import (
 	"os"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"membrane/bench"
 )
@@ -17,7 +18,7 @@ func newBenchCommand() *cobra.Command {
 		Args:  refuseArgs,
 		RunE:  needsCommand,
 	}
-	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newFrameSourceCommand())
+	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newFrameSourceCommand(), newKeepGroupCommand())
 	return cmd
 }
 
@@ -66,6 +67,8 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 	flags.BoolVar(&asJSON, "json", false, "print one JSON object instead of a table")
 	flags.BoolVar(&opts.Quick, "quick", false, "less memory and three rounds, to see that all rows work")
 	flags.IntVar(&opts.Rounds, "rounds", 0, "how often every figure is taken (default 15, with --quick 3)")
+	vllmFlags(flags, &opts.VLLM)
+	flags.BoolVar(&opts.VLLMOnly, "vllm-only", false, "with --vllm: measure nothing but vLLM; --rounds is the number of prompts")
 	flags.StringVar(&floors, "floors", "", "exit 1 when a row is below its floor in this file")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
 	return cmd
@@ -80,6 +83,24 @@ func newFrameSourceCommand() *cobra.Command {
 			return bench.FrameSource(cmd.InOrStdin(), cmd.OutOrStdout())
 		},
 	}
+}
+
+// newKeepGroupCommand returns the guard that the benchmarks start an engine
+// with.
+func newKeepGroupCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "keep-group -- PROGRAM [ARGUMENT]...", Hidden: true, Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return bench.KeepGroup(cmd.InOrStdin(), cmd.OutOrStdout(), os.Stderr, args)
+		},
+	}
+}
+
+// vllmFlags say where vLLM is.
+func vllmFlags(flags *pflag.FlagSet, opts *bench.VLLMOptions) {
+	flags.StringVar(&opts.Python, "vllm", "", "a Python interpreter that has vLLM for CPU (make bench-vllm installs one)")
+	flags.StringVar(&opts.Connector, "connector", "", "folder with the package membrane_kv (engines/python in a checkout); empty where the interpreter has it installed")
+	flags.StringVar(&opts.Logs, "vllm-logs", "", "keep what the vLLM servers say in this folder")
 }
 
 // checkFloors holds a report against the floors in a file.
