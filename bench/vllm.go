@@ -45,7 +45,10 @@ type vllmHost struct {
 
 // newVLLMHost prepares Python path and model. dir is the run's own folder.
 func newVLLMHost(ctx context.Context, opts VLLMOptions, binary, dir string) (*vllmHost, error) {
-	h := &vllmHost{opts: opts, binary: binary, dir: dir, client: &http.Client{}}
+	h := &vllmHost{opts: opts, binary: binary, dir: dir, client: &http.Client{
+		// A server that was stopped may close an idle connection as it goes on.
+		Transport: &http.Transport{DisableKeepAlives: true, DisableCompression: true},
+	}}
 	if opts.Logs != "" {
 		if err := os.MkdirAll(opts.Logs, 0o755); err != nil {
 			return nil, fmt.Errorf("cannot make the folder for logs: %w", err)

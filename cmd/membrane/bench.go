@@ -18,7 +18,7 @@ func newBenchCommand() *cobra.Command {
 		Args:  refuseArgs,
 		RunE:  needsCommand,
 	}
-	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newFrameSourceCommand(), newKeepGroupCommand())
+	cmd.AddCommand(newBenchCoreCommand(), newBenchChaosCommand(), newBenchServeCommand(), newFrameSourceCommand(), newKeepGroupCommand())
 	return cmd
 }
 
