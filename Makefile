@@ -21,6 +21,13 @@ CC ?= cc
 RACE := $(if $(shell command -v $(CC)),-race,)
 PYTOOLS := $(CURDIR)/.venv/tools/bin
 PYTHON_DIR := engines/python
+BENCH_PYTHON_DIR := bench/python
+PYTHON_DIRS := $(PYTHON_DIR) $(BENCH_PYTHON_DIR)
+# Print the interpreter of an environment with the pinned vLLM, or vLLM and
+# LMCache, which is made once, outside the checkout.
+ENGINE_PINS := $(PYTHON_DIR)/tests/engines
+VLLM_PYTHON = $$(.ci/venv.sh vllm $(ENGINE_PINS)/requirements.txt $(ENGINE_PINS)/overrides.txt)/bin/python
+LMCACHE_PYTHON = $$(.ci/venv.sh lmcache $(BENCH_PYTHON_DIR)/lmcache-requirements.txt $(ENGINE_PINS)/overrides.txt)/bin/python
 
 .PHONY: help
 help: ## Print this list
@@ -57,8 +64,9 @@ test-invariants: ## Switch off each guard of an invariant and see its test fail
 	tools/invariants.sh
 
 .PHONY: test-python
-test-python: pytools ## Run the Python unit tests of engines/python
+test-python: pytools ## Run the Python unit tests of engines/python and bench/python
 	cd $(PYTHON_DIR) && '$(PYTOOLS)/python' -m pytest -p no:cacheprovider --ignore=tests/engines tests
+	cd $(BENCH_PYTHON_DIR) && PYTHONPATH=. '$(PYTOOLS)/python' -m pytest -p no:cacheprovider tests
 
 .PHONY: test-engines
 test-engines: build ## Install the pinned engines and run them with the real sidecars
@@ -67,6 +75,21 @@ test-engines: build ## Install the pinned engines and run them with the real sid
 .PHONY: bench-core
 bench-core: build ## Measure match, lease, read, store and peer fill
 	bin/membrane bench core
+
+# How many prompts are measured, each in every way.
+PROMPTS ?= 15
+
+.PHONY: bench-vllm
+bench-vllm: build ## Measure the first token of the pinned vLLM, loaded and computed
+	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=$(PROMPTS)
+
+# Further flags of `membrane bench serve`.
+SERVE_FLAGS ?=
+
+.PHONY: bench-serve
+bench-serve: build ## Load the pinned vLLM with each KV connector in turn, LMCache's too
+	vllm=$(VLLM_PYTHON); lmcache=$(LMCACHE_PYTHON) || lmcache=; \
+	bin/membrane bench serve --vllm="$$vllm" --connector=$(PYTHON_DIR) --lmcache="$$lmcache" $(SERVE_FLAGS)
 
 # How long requests run under faults, and with which seed (none: a random one,
 # which is printed).
@@ -98,9 +121,9 @@ lint-go:
 
 .PHONY: lint-python
 lint-python: pytools
-	'$(PYTOOLS)/ruff' check --no-cache --config tools/ruff.toml $(PYTHON_DIR)
-	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml --check $(PYTHON_DIR)
-	'$(PYTOOLS)/mypy' --config-file tools/mypy.ini $(PYTHON_DIR)
+	'$(PYTOOLS)/ruff' check --no-cache --config tools/ruff.toml $(PYTHON_DIRS)
+	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml --check $(PYTHON_DIRS)
+	'$(PYTOOLS)/mypy' --config-file tools/mypy.ini $(PYTHON_DIRS)
 	'$(PYTOOLS)/shellcheck' $$(git ls-files .ci '*.sh')
 
 # The environment itself lies outside the checkout, so that clones share it.
@@ -111,7 +134,7 @@ pytools:
 .PHONY: fmt
 fmt: pytools ## Format Go and Python
 	$(STATIC) $(TOOL) gofumpt -w $(wildcard */)
-	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIR)
+	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIRS)
 
 .PHONY: fuzz
 fuzz: ## Run each fuzz target for FUZZTIME
@@ -135,4 +158,4 @@ image: ## Build the container image
 .PHONY: clean
 clean: ## Remove what the other targets made in this folder
 	rm -rf bin build coverage.out
-	find $(PYTHON_DIR) -depth -name __pycache__ -exec rm -rf {} + 2>/dev/null || true
+	find $(PYTHON_DIRS) -depth -name __pycache__ -exec rm -rf {} + 2>/dev/null || true

@@ -141,17 +141,18 @@ func KeepGroup(stdin io.Reader, stdout, log io.Writer, argv []string) error {
 		return fmt.Errorf("cannot start %q: %w", argv[0], err)
 	}
 	pgid := cmd.Process.Pid
-	closed, ended := make(chan struct{}), make(chan error, 1)
+	closed, ended := make(chan struct{}), make(chan struct{})
+	var result error
 	go func() { defer close(closed); _, _ = io.Copy(io.Discard, stdin) }()
-	go func() { ended <- cmd.Wait() }()
+	go func() { defer close(ended); result = cmd.Wait() }()
 	if _, err := fmt.Fprintln(stdout, pgid); err != nil {
 		endGroup(pgid, cmd, ended)
 		return fmt.Errorf("cannot tell the group's id: %w", err)
 	}
 	select {
-	case err := <-ended:
+	case <-ended:
 		killGroup(pgid)
-		return err
+		return result
 	case <-closed:
 		endGroup(pgid, cmd, ended)
 		return nil
@@ -159,7 +160,7 @@ func KeepGroup(stdin io.Reader, stdout, log io.Writer, argv []string) error {
 }
 
 // endGroup asks the program to end and kills what is left of its group.
-func endGroup(pgid int, cmd *exec.Cmd, ended <-chan error) {
+func endGroup(pgid int, cmd *exec.Cmd, ended <-chan struct{}) {
 	_ = syscall.Kill(-pgid, syscall.SIGCONT)
 	_ = cmd.Process.Signal(syscall.SIGTERM)
 	timer := time.NewTimer(groupPatience)

@@ -58,7 +58,7 @@ func fakeServer(handler http.HandlerFunc) (load, func()) {
 // tokensEvery answers with three tokens, each after the given time.
 func tokensEvery(w http.ResponseWriter, d time.Duration) {
 	for i := range 3 {
-		time.Sleep(d) // on the bubble's clock
+		<-time.After(d) // on the bubble's clock
 		fmt.Fprintf(w, "data: {\"choices\":[{\"token_ids\":[%d]}]}\n\n", i)
 		_ = http.NewResponseController(w).Flush()
 	}
@@ -100,7 +100,7 @@ func TestAStallShowsInThePercentiles(t *testing.T) {
 		var asked atomic.Int64
 		l, end := fakeServer(func(w http.ResponseWriter, _ *http.Request) {
 			if asked.Add(1) == 1 {
-				time.Sleep(10 * time.Second) // on the bubble's clock
+				<-time.After(10 * time.Second) // on the bubble's clock
 			}
 			tokensEvery(w, time.Millisecond)
 		})
@@ -130,7 +130,7 @@ func TestAStallShowsInThePercentiles(t *testing.T) {
 func TestRequestsAreSentWhetherOrNotEarlierOnesAreAnswered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, end := fakeServer(func(w http.ResponseWriter, _ *http.Request) {
-			time.Sleep(time.Minute / 2) // on the bubble's clock
+			<-time.After(time.Minute / 2) // on the bubble's clock
 			tokensEvery(w, time.Millisecond)
 		})
 		defer end()

@@ -40,8 +40,13 @@ func (m PromptMix) check() error {
 		name       string
 		value, min int
 	}{
-		{"prefixes", m.Prefixes, 1}, {"prefix tokens", m.PrefixTokens, 0}, {"conversations", m.Conversations, 1}, {"turns", m.Turns, 1},
-		{"turn tokens", m.TurnTokens, 1}, {"answer tokens", m.AnswerTokens, 1}, {"vocabulary", m.Vocabulary, 2},
+		{"prefixes", m.Prefixes, 1},
+		{"prefix tokens", m.PrefixTokens, 0},
+		{"conversations", m.Conversations, 1},
+		{"turns", m.Turns, 1},
+		{"turn tokens", m.TurnTokens, 1},
+		{"answer tokens", m.AnswerTokens, 1},
+		{"vocabulary", m.Vocabulary, 2},
 	} {
 		if f.value < f.min || f.value > 1<<20 {
 			return fmt.Errorf("%s: %d is not between %d and %d", f.name, f.value, f.min, 1<<20)
