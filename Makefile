@@ -31,7 +31,7 @@ LMCACHE_PYTHON = $$(.ci/venv.sh lmcache $(BENCH_PYTHON_DIR)/lmcache-requirements
 
 .PHONY: help
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: build
 build: ## Build bin/membrane, one static binary
@@ -82,6 +82,10 @@ PROMPTS ?= 15
 .PHONY: bench-vllm
 bench-vllm: build ## Measure the first token of the pinned vLLM, loaded and computed
 	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=$(PROMPTS)
+
+.PHONY: bench-vllm-check
+bench-vllm-check: build ## The same shortly; fail below tools/bench-vllm-floors.txt
+	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=5 --floors tools/bench-vllm-floors.txt
 
 # Further flags of `membrane bench serve`.
 SERVE_FLAGS ?=

@@ -35,7 +35,7 @@ func (m PromptMix) Longest() int {
 	return m.PrefixTokens + m.Turns*(m.TurnTokens+m.AnswerTokens)
 }
 
-func (m PromptMix) check() error {
+func (m PromptMix) check(n int, rate float64) error {
 	for _, f := range []struct {
 		name       string
 		value, min int
@@ -52,6 +52,12 @@ func (m PromptMix) check() error {
 			return fmt.Errorf("%s: %d is not between %d and %d", f.name, f.value, f.min, 1<<20)
 		}
 	}
+	switch {
+	case n < 1 || n > maxArrivals:
+		return fmt.Errorf("requests: %d is not between 1 and %d", n, maxArrivals)
+	case !(rate > 0) || rate > 1e6:
+		return errors.New("rate: not between 0 and a million requests a second")
+	}
 	return nil
 }
 
@@ -67,14 +73,8 @@ const maxArrivals = 100_000
 // schedule returns n requests whose distances are exponential with mean 1/rate
 // seconds, a Poisson process, the same for the same seed.
 func (m PromptMix) schedule(n int, rate float64, seed uint64) ([]arrival, error) {
-	if err := m.check(); err != nil {
+	if err := m.check(n, rate); err != nil {
 		return nil, err
-	}
-	switch {
-	case n < 1 || n > maxArrivals:
-		return nil, fmt.Errorf("requests: %d is not between 1 and %d", n, maxArrivals)
-	case !(rate > 0) || rate > 1e6:
-		return nil, errors.New("rate: not between 0 and a million requests a second")
 	}
 	r := rand.New(rand.NewPCG(seed, 1))
 	text := rand.New(rand.NewPCG(seed, 2))

@@ -48,6 +48,12 @@ type ServeOptions struct {
 	Progress func(string)
 }
 
+// Check reports a setting that is not allowed.
+func (o ServeOptions) Check() error {
+	_, err := chooseArms(o.Arms)
+	return errors.Join(o.Mix.check(o.Requests, o.Rate), err)
+}
+
 // ServeReport is what [Serve] saw. Its JSON form is kept stable.
 type ServeReport struct {
 	Machine  Machine       `json:"machine"`

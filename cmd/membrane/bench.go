@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
@@ -35,10 +36,18 @@ and fill from a peer. Every round takes every figure and its ceiling (memcpy, a
 bare TCP copy, a bare hash chain, an empty request); a ratio is the median of
 the ratios round by round.
 
-Needs about 4 GiB of memory; with --quick 1 GiB.`,
-		Example: "  membrane bench core\n  membrane bench core --json > core.json",
+With --vllm the first token of real vLLM is measured too, a prompt a round:
+loaded from the engine's own sidecar and from a peer's, beside a connector
+without a sidecar and beside computing it. Without, its rows say that they were
+not run.
+
+Needs about 4 GiB of memory; with --quick 1 GiB; for vLLM 6 GiB.`,
+		Example: "  membrane bench core\n  membrane bench core --json > core.json\n  make bench-vllm",
 		Args:    refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if opts.VLLMOnly && opts.VLLM.Python == "" {
+				return usageError{errors.New("--vllm-only: needs --vllm")}
+			}
 			opts.Version = version
 			opts.Progress = progress(cmd.ErrOrStderr())
 			report, err := bench.Core(cmd.Context(), opts)

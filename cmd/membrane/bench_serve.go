@@ -116,5 +116,5 @@ func checkServe(o bench.ServeOptions) error {
 	case o.EngineMiB < 1 || o.CacheMiB < 1:
 		return errors.New("--engine-mib, --cache-mib: not above 0")
 	}
-	return nil
+	return o.Check()
 }
