@@ -113,6 +113,34 @@ func TestArmsThatCannotBeRunSayWhy(t *testing.T) {
 	assert.ErrorContains(t, err, `"none" is not one of`)
 }
 
+func TestServeRunsEveryArm(t *testing.T) {
+	opts := smallServe("")
+	opts.Binary, opts.VLLM.Python = realBinary(t), fakePython(t, "")
+	opts.LMCache, opts.EngineMiB, opts.CacheMiB = opts.VLLM.Python, 64, 64
+	r, err := Serve(deadline(t), opts)
+	require.NoError(t, err)
+	require.Len(t, r.Arms, len(ArmNames))
+	for _, arm := range r.Arms {
+		assert.Empty(t, arm.Why, arm.Name)
+		assert.Equal(t, 16, arm.Requests, arm.Name)
+		assert.Zero(t, arm.Failed, arm.FirstError)
+		assert.Zero(t, arm.Differ, arm.Name)
+	}
+	assert.Equal(t, 64, r.Workload.CacheMiB)
+}
+
+func TestAnArmThatDoesNotStartLeavesTheOthers(t *testing.T) {
+	opts := smallServe("")
+	opts.Binary, opts.VLLM.Python, opts.EngineMiB, opts.CacheMiB = realBinary(t), fakePython(t, "boot"), 64, 64
+	opts.Arms, opts.Rounds = []string{"baseline", "none", "lmcache"}, 1
+	r, err := Serve(deadline(t), opts)
+	require.NoError(t, err)
+	require.Len(t, r.Arms, 3)
+	assert.Contains(t, r.Arms[0].Why, "vllm-baseline ended before it was ready")
+	assert.Equal(t, 8, r.Arms[1].Requests)
+	assert.Contains(t, r.Arms[2].Why, "needs LMCache")
+}
+
 func TestServeReportsEveryForm(t *testing.T) {
 	due := func(i int) time.Duration { return time.Duration(i) * time.Second }
 	ok := outcome{first: 100 * time.Millisecond, end: 300 * time.Millisecond, gaps: []time.Duration{200 * time.Millisecond}, tokens: []uint32{1, 2}, count: 2, prompt: 100, cached: 50}

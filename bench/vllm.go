@@ -23,7 +23,13 @@ type VLLMOptions struct {
 	Connector string
 	// Logs is the folder for the servers' logs; "" keeps none.
 	Logs string
+
+	// settle is for how long the connector's counters must not have changed to
+	// be complete; it writes them a second after a change at the latest.
+	settle time.Duration
 }
+
+const vllmSettle = 1500 * time.Millisecond
 
 const (
 	vllmBlock    = 32
@@ -45,6 +51,9 @@ type vllmHost struct {
 
 // newVLLMHost prepares Python path and model. dir is the run's own folder.
 func newVLLMHost(ctx context.Context, opts VLLMOptions, binary, dir string) (*vllmHost, error) {
+	if opts.settle == 0 {
+		opts.settle = vllmSettle
+	}
 	h := &vllmHost{opts: opts, binary: binary, dir: dir, client: &http.Client{
 		// A server that was stopped may close an idle connection as it goes on.
 		Transport: &http.Transport{DisableKeepAlives: true, DisableCompression: true},

@@ -208,6 +208,11 @@ func (v *vllmCore) first(ctx context.Context, s *vllmServer, body completionBody
 	if err := s.forget(ctx); err != nil {
 		return nil, err
 	}
+	// An engine that has been idle takes a while to wake, and some have waited
+	// for counters: a short request first puts all on a level.
+	if _, err := s.complete(ctx, newCompletion(vllmModel, vllmPrompt(vllmBlock/2, 2000), 2)); err != nil {
+		return nil, err
+	}
 	begin := time.Now()
 	got, err := s.complete(ctx, body)
 	switch {
@@ -371,8 +376,6 @@ func (v *vllmCore) waitForDirectory(ctx context.Context, s, other *sidecar) erro
 func (v *vllmCore) own(ctx context.Context) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, rigTimeout)
 	defer cancel()
-	// The files are written a second after something has changed, at most.
-	const settled = 1500 * time.Millisecond
 	var last, now float64
 	since := time.Now()
 	err := poll(ctx, "that the connector is quiet", func() (bool, error) {
@@ -387,7 +390,7 @@ func (v *vllmCore) own(ctx context.Context) (time.Duration, error) {
 		if now != last {
 			last, since = now, time.Now()
 		}
-		return time.Since(since) > settled, nil
+		return time.Since(since) > v.host.opts.settle, nil
 	})
 	return time.Duration(now * float64(time.Second)), err
 }
