@@ -80,7 +80,6 @@ type standIn struct {
 	hooks float64
 	loads int
 	fault string
-	seen  int
 }
 
 func fakeVLLM(args []string) error {
