@@ -63,10 +63,13 @@ func pythonEnvironment(cache, path string) []string {
 	)
 }
 
+// benchModelName must change with what python/membrane_bench/model.py makes.
+const benchModelName = "bench-12x512"
+
 // benchModel makes the benchmarks' model, or finds the one that an earlier run
 // made, and returns its folder.
 func benchModel(ctx context.Context, python, path, cache string) (string, error) {
-	folder := filepath.Join(cache, "models", "bench-12x512")
+	folder := filepath.Join(cache, "models", benchModelName)
 	if _, err := os.Stat(filepath.Join(folder, "config.json")); err == nil {
 		return folder, nil
 	}

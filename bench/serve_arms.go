@@ -110,6 +110,8 @@ func startMembraneArm(ctx context.Context, r *armRun) (*vllmServer, error) {
 	if err != nil {
 		return nil, err
 	}
+	ctx, cancel := context.WithTimeout(ctx, rigTimeout)
+	defer cancel()
 	s, err := startSidecar(ctx, r.opts.Binary, dir, "serve", fmt.Sprintf("--memory=%dMiB", r.opts.CacheMiB))
 	if err != nil {
 		return nil, err
@@ -135,7 +137,7 @@ func startLMCacheArm(ctx context.Context, r *armRun) (*vllmServer, error) {
 		"--http-port", strconv.Itoa(ports[1]), "--chunk-size", "256", "--l1-size-gb", strconv.Itoa(gib), "--eviction-policy", "LRU",
 		"--supported-transfer-mode", "auto", // the default waits for ever without a GPU
 	}
-	server, err := startGroup(r.opts.Binary, r.host.dir, "lmcache", pythonEnvironment(r.host.cache, ""), argv)
+	server, err := startGroup(r.opts.Binary, r.host.logs, "lmcache", pythonEnvironment(r.host.cache, ""), argv)
 	if err != nil {
 		return nil, err
 	}

@@ -42,7 +42,8 @@ const (
 type vllmHost struct {
 	opts   VLLMOptions
 	binary string // membrane, which guards the servers
-	dir    string // for logs, statistics and sockets
+	dir    string // the run's own, for sockets and counters
+	logs   string // folder
 	path   string // PYTHONPATH
 	cache  string
 	model  string // folder
@@ -54,7 +55,7 @@ func newVLLMHost(ctx context.Context, opts VLLMOptions, binary, dir string) (*vl
 	if opts.settle == 0 {
 		opts.settle = vllmSettle
 	}
-	h := &vllmHost{opts: opts, binary: binary, dir: dir, client: &http.Client{
+	h := &vllmHost{opts: opts, binary: binary, dir: dir, logs: dir, client: &http.Client{
 		// A server that was stopped may close an idle connection as it goes on.
 		Transport: &http.Transport{DisableKeepAlives: true, DisableCompression: true},
 	}}
@@ -62,7 +63,7 @@ func newVLLMHost(ctx context.Context, opts VLLMOptions, binary, dir string) (*vl
 		if err := os.MkdirAll(opts.Logs, 0o755); err != nil {
 			return nil, fmt.Errorf("cannot make the folder for logs: %w", err)
 		}
-		h.dir = opts.Logs
+		h.logs = opts.Logs
 	}
 	h.path = filepath.Join(dir, "python")
 	if err := unpackPython(h.path); err != nil {
@@ -126,7 +127,7 @@ func (h *vllmHost) start(name string, a vllmArgs) (*vllmServer, error) {
 	if a.membraneKV {
 		path = h.path
 	}
-	g, err := startGroup(h.binary, h.dir, name, pythonEnvironment(h.cache, path), argv)
+	g, err := startGroup(h.binary, h.logs, name, pythonEnvironment(h.cache, path), argv)
 	if err != nil {
 		return nil, err
 	}
@@ -154,7 +155,7 @@ func (s *vllmServer) wait(ctx context.Context) error {
 }
 
 func (s *vllmServer) call(ctx context.Context, method, path string) (int, []byte, error) {
-	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, rigTimeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, method, s.base+path, strings.NewReader(""))
 	if err != nil {

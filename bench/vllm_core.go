@@ -81,21 +81,8 @@ func measureVLLM(ctx context.Context, opts VLLMOptions, binary, dir string, prom
 
 func (v *vllmCore) open(ctx context.Context, files string) (err error) {
 	v.progress("starting two sidecars and two vLLM servers")
-	const memory = "--memory=512MiB"
-	if v.near, err = startSidecar(ctx, v.host.binary, v.host.dir, "near", memory); err != nil {
+	if err := v.openSidecars(ctx); err != nil {
 		return err
-	}
-	if v.far, err = startSidecar(ctx, v.host.binary, v.host.dir, "far", memory, "--peer="+v.near.http); err != nil {
-		return err
-	}
-	for _, s := range []*sidecar{v.near, v.far} {
-		other := v.far
-		if s == v.far {
-			other = v.near
-		}
-		if err := waitForPeer(ctx, s.http, other.name); err != nil {
-			return err
-		}
 	}
 	args := vllmArgs{kvMiB: 256, maxTokens: 4096, sequences: 4, membraneKV: true}
 	args.transfer = membraneTransfer(v.near.socket, v.stats)
@@ -110,6 +97,19 @@ func (v *vllmCore) open(ctx context.Context, files string) (err error) {
 		return err
 	}
 	return v.attach(ctx)
+}
+
+func (v *vllmCore) openSidecars(ctx context.Context) (err error) {
+	ctx, cancel := context.WithTimeout(ctx, rigTimeout)
+	defer cancel()
+	const memory = "--memory=512MiB"
+	if v.near, err = startSidecar(ctx, v.host.binary, v.host.dir, "near", memory); err != nil {
+		return err
+	}
+	if v.far, err = startSidecar(ctx, v.host.binary, v.host.dir, "far", memory, "--peer="+v.near.http); err != nil {
+		return err
+	}
+	return errors.Join(waitForPeer(ctx, v.near.http, v.far.name), waitForPeer(ctx, v.far.http, v.near.name))
 }
 
 // attach registers with both sidecars as the measured server's worker did.
