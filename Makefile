@@ -22,11 +22,19 @@ RACE := $(if $(shell command -v $(CC)),-race,)
 PYTOOLS := $(CURDIR)/.venv/tools/bin
 PYTHON_DIR := engines/python
 PROTO_DIR := sidecar/grpcapi/transferpb
-BENCH_PYTHON := bench/peers/helper.py
+BENCH_PYTHON_DIR := bench/python
+# What is checked and formatted; the helper alone, since it is in no package.
+BENCH_HELPER := bench/peers/helper.py
+PYTHON_DIRS := $(PYTHON_DIR) $(BENCH_PYTHON_DIR)
+# Print the interpreter of an environment with the pinned vLLM, or vLLM and
+# LMCache, which is made once, outside the checkout.
+ENGINE_PINS := $(PYTHON_DIR)/tests/engines
+VLLM_PYTHON = $$(.ci/venv.sh vllm $(ENGINE_PINS)/requirements.txt $(ENGINE_PINS)/overrides.txt)/bin/python
+LMCACHE_PYTHON = $$(.ci/venv.sh lmcache $(BENCH_PYTHON_DIR)/lmcache-requirements.txt $(ENGINE_PINS)/overrides.txt)/bin/python
 
 .PHONY: help
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: build
 build: ## Build bin/membrane, one static binary
@@ -59,8 +67,9 @@ test-invariants: ## Switch off each guard of an invariant and see its test fail
 	tools/invariants.sh
 
 .PHONY: test-python
-test-python: pytools build ## Run the Python unit tests of engines/python
+test-python: pytools build ## Run the Python unit tests of engines/python and bench/python
 	cd $(PYTHON_DIR) && MEMBRANE_BIN='$(CURDIR)/bin/membrane' '$(PYTOOLS)/python' -m pytest -p no:cacheprovider --ignore=tests/engines tests
+	cd $(BENCH_PYTHON_DIR) && PYTHONPATH=. '$(PYTOOLS)/python' -m pytest -p no:cacheprovider tests
 
 .PHONY: test-grpc
 test-grpc: build grpctools ## Drive the gRPC interface with a stock Python client
@@ -109,6 +118,25 @@ profile: ## Profile the Go benchmarks of the hot paths: processor time and alloc
 		go tool pprof -top -nodecount=10 -sample_index=alloc_space $(PROFILE_OUT)/$$name.test $(PROFILE_OUT)/$$name.mem.prof; \
 	done
 
+# How many prompts are measured, each in every way.
+PROMPTS ?= 15
+
+.PHONY: bench-vllm
+bench-vllm: build ## Measure the first token of the pinned vLLM, loaded and computed
+	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=$(PROMPTS)
+
+.PHONY: bench-vllm-check
+bench-vllm-check: build ## The same shortly; fail below tools/bench-vllm-floors.txt
+	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=5 --floors tools/bench-vllm-floors.txt
+
+# Further flags of `membrane bench serve`.
+SERVE_FLAGS ?=
+
+.PHONY: bench-serve
+bench-serve: build ## Load the pinned vLLM with each KV connector in turn, LMCache's too
+	vllm=$(VLLM_PYTHON); lmcache=$(LMCACHE_PYTHON) || lmcache=; \
+	bin/membrane bench serve --vllm="$$vllm" --connector=$(PYTHON_DIR) --lmcache="$$lmcache" $(SERVE_FLAGS)
+
 # How long requests run under faults, and with which seed (none: a random one,
 # which is printed).
 CHAOS_TIME ?= 10m
@@ -139,10 +167,10 @@ lint-go:
 
 .PHONY: lint-python
 lint-python: pytools
-	'$(PYTOOLS)/ruff' check --no-cache --config tools/ruff.toml $(PYTHON_DIR) $(BENCH_PYTHON)
-	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml --check $(PYTHON_DIR) $(BENCH_PYTHON)
-	'$(PYTOOLS)/mypy' --config-file tools/mypy.ini $(PYTHON_DIR)
-	'$(PYTOOLS)/mypy' --config-file tools/mypy.ini $(BENCH_PYTHON)
+	'$(PYTOOLS)/ruff' check --no-cache --config tools/ruff.toml $(PYTHON_DIRS) $(BENCH_HELPER)
+	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml --check $(PYTHON_DIRS) $(BENCH_HELPER)
+	'$(PYTOOLS)/mypy' --config-file tools/mypy.ini $(PYTHON_DIRS)
+	'$(PYTOOLS)/mypy' --config-file tools/mypy.ini $(BENCH_HELPER)
 	'$(PYTOOLS)/shellcheck' $$(git ls-files .ci '*.sh')
 
 # The environment itself lies outside the checkout, so that clones share it.
@@ -153,7 +181,7 @@ pytools:
 .PHONY: fmt
 fmt: pytools ## Format Go and Python
 	$(STATIC) $(TOOL) gofumpt -w $(wildcard */)
-	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIR) $(BENCH_PYTHON)
+	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIRS) $(BENCH_HELPER)
 
 # protoc comes with Python's grpcio-tools, its plugins are Go tools.
 .PHONY: proto
@@ -167,6 +195,7 @@ proto: grpctools ## Generate the Go code of the gRPC interface again
 .PHONY: grpctools
 grpctools:
 	@mkdir -p .venv; venv=$$(.ci/venv.sh grpc tools/grpc-requirements.txt); ln -sfn "$$venv" .venv/grpc
+	'$(PYTOOLS)/ruff' format --no-cache --config tools/ruff.toml $(PYTHON_DIRS)
 
 .PHONY: fuzz
 fuzz: ## Run each fuzz target for FUZZTIME
@@ -190,4 +219,4 @@ image: ## Build the container image
 .PHONY: clean
 clean: ## Remove what the other targets made in this folder
 	rm -rf bin build coverage.out
-	find $(PYTHON_DIR) -depth -name __pycache__ -exec rm -rf {} + 2>/dev/null || true
+	find $(PYTHON_DIRS) -depth -name __pycache__ -exec rm -rf {} + 2>/dev/null || true

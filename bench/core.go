@@ -28,6 +28,10 @@ type CoreOptions struct {
 	// Quick measures with less memory and fewer rounds, to see that all rows
 	// work.
 	Quick bool
+	// VLLM says which vLLM is measured; without one its rows are not run.
+	VLLM VLLMOptions
+	// VLLMOnly measures nothing else.
+	VLLMOnly bool
 	// Progress is called with a line for a person now and then.
 	Progress func(string)
 }
@@ -61,6 +65,7 @@ type core struct {
 	read, store, fill samples
 	idle              [2]Row
 	full              Row
+	vllm              vllmFigures
 }
 
 // Core measures the paths that everything else stands on: match, lease, read
@@ -89,6 +94,16 @@ func Core(ctx context.Context, opts CoreOptions) (Report, error) {
 	defer func() { _ = os.RemoveAll(dir) }()
 	c := &core{opts: opts, dir: dir, ids: 1}
 	defer c.close()
+	if opts.VLLM.Python != "" {
+		// First, while no other process holds memory.
+		var err error
+		if c.vllm, err = measureVLLM(ctx, opts.VLLM, opts.Binary, dir, opts.Rounds, opts.Progress); err != nil {
+			return Report{}, fmt.Errorf("cannot measure vLLM: %w", err)
+		}
+	}
+	if opts.VLLMOnly {
+		return c.report()
+	}
 	for _, once := range []func(context.Context) error{c.measureIdle, c.measureMemory} {
 		if err := once(ctx); err != nil {
 			return Report{}, err
@@ -382,6 +397,9 @@ func (c *core) waitForDirectory(ctx context.Context) error {
 // report turns the samples into rows.
 func (c *core) report() (Report, error) {
 	r := Report{Machine: thisMachine(c.opts.Version)}
+	if c.opts.VLLMOnly {
+		return c.vllm.report(r)
+	}
 	r.Ceilings = []Row{
 		c.memcpy.row("memcpy, 2 MiB pieces", "GB/s"),
 		c.tcp.row("bare TCP copy, 2 MiB frames", "GB/s"),
@@ -421,5 +439,5 @@ func (c *core) report() (Report, error) {
 		r.Rows = append(r.Rows, row)
 	}
 	r.Rows = append(append(r.Rows, c.full), c.idle[:]...)
-	return r, nil
+	return c.vllm.report(r)
 }

@@ -34,13 +34,19 @@ func ReadFloors(r io.Reader) (Floors, error) {
 }
 
 // Check reports every row that is below its floor or has none, and every floor
-// without a row.
+// whose row is not there or was not run.
 func (f Floors) Check(r Report) error {
 	var errs []error
 	seen := map[string]bool{}
 	for _, row := range r.Rows {
 		seen[row.Name] = true
 		floor, ok := f[row.Name]
+		if row.OK == nil && row.Why != "" {
+			if ok {
+				errs = append(errs, fmt.Errorf("%q was not run: %s", row.Name, row.Why))
+			}
+			continue
+		}
 		if !ok {
 			errs = append(errs, fmt.Errorf("%q has no floor", row.Name))
 			continue

@@ -26,10 +26,17 @@ func TestFloorsNameWhatFellBelowThem(t *testing.T) {
 }
 
 func TestCommittedFloorsCanBeRead(t *testing.T) {
-	f, err := os.Open("../tools/bench-floors.txt")
-	require.NoError(t, err)
-	defer func() { _ = f.Close() }()
-	floors, err := ReadFloors(f)
-	require.NoError(t, err)
-	assert.Len(t, floors, 10)
+	for _, name := range []string{"bench-floors.txt", "bench-vllm-floors.txt"} {
+		f, err := os.Open("../tools/" + name)
+		require.NoError(t, err)
+		defer func() { _ = f.Close() }()
+		floors, err := ReadFloors(f)
+		require.NoError(t, err)
+		assert.Len(t, floors, 10, name)
+		if name == "bench-vllm-floors.txt" {
+			for _, v := range (vllmFigures{}).rows() {
+				assert.Contains(t, floors, v.name)
+			}
+		}
+	}
 }

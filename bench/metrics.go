@@ -12,6 +12,7 @@ import (
 const (
 	leasedBytes    = "membrane_engine_leased_bytes_total"
 	servedBytes    = "membrane_peer_served_bytes_total"
+	fetchedBytes   = "membrane_peer_fetched_bytes_total"
 	residentPages  = "membrane_cache_pages"
 	directoryPages = "membrane_directory_pages"
 )

@@ -30,6 +30,11 @@ type Machine struct {
 	Version   string  `json:"version"`
 }
 
+// String describes the machine in one line.
+func (m Machine) String() string {
+	return fmt.Sprintf("%s, %d cores, %.0f GiB, Linux %s, %s, membrane %s", m.CPU, m.Cores, m.MemoryGiB, m.Kernel, m.Go, m.Version)
+}
+
 // Row is one figure. Ratio, Target and OK are nil where there is nothing to
 // compare with, OK also where the row was not run, with Why.
 type Row struct {
@@ -133,8 +138,7 @@ func (r Report) WriteJSON(w io.Writer) error {
 
 // WriteText writes the report as a table.
 func (r Report) WriteText(w io.Writer) error {
-	m := r.Machine
-	fmt.Fprintf(w, "%s, %d cores, %.0f GiB, Linux %s, %s, membrane %s\n\n", m.CPU, m.Cores, m.MemoryGiB, m.Kernel, m.Go, m.Version)
+	fmt.Fprintf(w, "%s\n\n", r.Machine)
 	t := tabwriter.NewWriter(w, 2, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(t, "figure\tmedian\tmin\tmax\tunit\tratio\tto\ttarget\t \t")
 	for _, row := range append(slices.Clone(r.Ceilings), r.Rows...) {

@@ -3,6 +3,7 @@ package bench
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -174,7 +175,7 @@ func poll(ctx context.Context, what string, f func() (bool, error)) error {
 		last = err
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("cannot wait for %s: %w (%w)", what, ctx.Err(), last)
+			return fmt.Errorf("cannot wait for %s: %w", what, errors.Join(ctx.Err(), last))
 		case <-ticker.C:
 		}
 	}

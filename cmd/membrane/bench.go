@@ -1,10 +1,12 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"membrane/bench"
 )
@@ -18,8 +20,8 @@ func newBenchCommand() *cobra.Command {
 		RunE:  needsCommand,
 	}
 	cmd.AddCommand(
-		newBenchCoreCommand(), newBenchPeersCommand(), newBenchReplayCommand(), newBenchCapacityCommand(), newBenchChaosCommand(),
-		newFrameSourceCommand(),
+		newBenchCoreCommand(), newBenchPeersCommand(), newBenchReplayCommand(), newBenchServeCommand(),
+		newBenchCapacityCommand(), newBenchChaosCommand(), newFrameSourceCommand(), newKeepGroupCommand(),
 	)
 	cmd.AddCommand(newPeersSourceCommands()...)
 	return cmd
@@ -38,10 +40,18 @@ and fill from a peer. Every round takes every figure and its ceiling (memcpy, a
 bare TCP copy, a bare hash chain, an empty request); a ratio is the median of
 the ratios round by round.
 
-Needs about 4 GiB of memory; with --quick 1 GiB.`,
-		Example: "  membrane bench core\n  membrane bench core --json > core.json",
+With --vllm the first token of real vLLM is measured too, a prompt a round:
+loaded from the engine's own sidecar and from a peer's, beside a connector
+without a sidecar and beside computing it. Without, its rows say that they were
+not run.
+
+Needs about 4 GiB of memory; with --quick 1 GiB; for vLLM 6 GiB.`,
+		Example: "  membrane bench core\n  membrane bench core --json > core.json\n  make bench-vllm",
 		Args:    refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if opts.VLLMOnly && opts.VLLM.Python == "" {
+				return usageError{errors.New("--vllm-only: needs --vllm")}
+			}
 			opts.Version = version
 			opts.Progress = progress(cmd.ErrOrStderr())
 			report, err := bench.Core(cmd.Context(), opts)
@@ -74,6 +84,8 @@ Needs about 4 GiB of memory; with --quick 1 GiB.`,
 	flags.BoolVar(&asMarkdown, "markdown", false, "print Markdown instead of a text table")
 	flags.BoolVar(&opts.Quick, "quick", false, "less memory and three rounds, to see that all rows work")
 	flags.IntVar(&opts.Rounds, "rounds", 0, "how often every figure is taken (default 15, with --quick 3)")
+	vllmFlags(flags, &opts.VLLM)
+	flags.BoolVar(&opts.VLLMOnly, "vllm-only", false, "with --vllm: measure nothing but vLLM; --rounds is the number of prompts")
 	flags.StringVar(&floors, "floors", "", "exit 1 when a row is below its floor in this file")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
 	return cmd
@@ -91,6 +103,24 @@ func newFrameSourceCommand() *cobra.Command {
 	}
 	cmd.Flags().IntVar(&memory, "memory", 512<<20, "bytes of memory that the frames come from")
 	return cmd
+}
+
+// newKeepGroupCommand returns the guard that the benchmarks start an engine
+// with.
+func newKeepGroupCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "keep-group -- PROGRAM [ARGUMENT]...", Hidden: true, Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return bench.KeepGroup(cmd.InOrStdin(), cmd.OutOrStdout(), os.Stderr, args)
+		},
+	}
+}
+
+// vllmFlags say where vLLM is.
+func vllmFlags(flags *pflag.FlagSet, opts *bench.VLLMOptions) {
+	flags.StringVar(&opts.Python, "vllm", "", "a Python interpreter that has vLLM for CPU (make bench-vllm installs one)")
+	flags.StringVar(&opts.Connector, "connector", "", "folder with the package membrane_kv (engines/python in a checkout); empty where the interpreter has it installed")
+	flags.StringVar(&opts.Logs, "vllm-logs", "", "keep what the vLLM servers say in this folder")
 }
 
 // checkFloors holds a report against the floors in a file.

@@ -146,6 +146,17 @@ func TestMistakesAreTheCallers(t *testing.T) {
 		"engine --model=/nowhere":                "/nowhere",
 		"bench chaos --duration=1s":              "--duration",
 		"bench core --floors=/nowhere --rounds=": "rounds",
+		"bench core --vllm-only":                 "needs --vllm",
+		"bench serve --json --markdown":          "--markdown",
+		"bench serve --url=localhost:8000":       "--url",
+		"bench serve --url=http://x --arms=none": "--arms",
+		"bench serve --max-in-flight=0":          "--max-in-flight",
+		"bench serve --timeout=0s":               "--timeout",
+		"bench serve --rounds=0":                 "--rounds",
+		"bench serve --cache-mib=0":              "--cache-mib",
+		"bench serve --rate=0":                   "rate",
+		"bench serve --turns=0":                  "turns",
+		"bench serve --arms=none,vllm":           `"vllm" is not one of`,
 	} {
 		_, err := run(t.Context(), strings.Fields(line)...)
 		require.Error(t, err, line)
@@ -171,7 +182,7 @@ func TestFloorsFileIsChecked(t *testing.T) {
 }
 
 func TestHelpTeaches(t *testing.T) {
-	for _, command := range [][]string{{}, {"serve"}, {"engine"}, {"client"}, {"demo"}, {"bench"}, {"bench", "core"}, {"keys", "generate"}} {
+	for _, command := range [][]string{{}, {"serve"}, {"engine"}, {"client"}, {"demo"}, {"bench"}, {"bench", "core"}, {"bench", "serve"}, {"keys", "generate"}} {
 		out := runOK(t, append(command, "--help")...)
 		assert.Contains(t, out, "Usage:")
 	}

@@ -109,6 +109,7 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         self._storer: Storer | None = None
         self._requests: dict[str, Any] = {}
         self._blocks = _Blocks()
+        self._asked_at: dict[str, float] = {}
         self._unreported: list[str] = []
         self._lost_blocks: set[int] = set()
         try:
@@ -198,8 +199,16 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
             request.num_tokens,
             getattr(request, "num_preemptions", 0),
         )
-        self.recorder.add("none_answers", promised is None)
+        self._count_none(request.request_id, promised is None)
         return promised, bool(promised)
+
+    def _count_none(self, request_id: str, none: bool) -> None:
+        """Count how long a request was put off because its answer was not there."""
+        if none:
+            self.recorder.add("none_answers")
+            self._asked_at.setdefault(request_id, time.monotonic())
+        elif (began := self._asked_at.pop(request_id, None)) is not None:
+            self.recorder.add("none_us", int((time.monotonic() - began) * 1e6))
 
     def _failed_load(self, request: Any, _: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0 and self._scheduler is not None:
@@ -281,6 +290,7 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _finished(self, request_id: str) -> tuple[bool, None]:
         self._requests.pop(request_id, None)
+        self._asked_at.pop(request_id, None)
         self._blocks.remove(request_id)
         if self._scheduler is not None:
             self._scheduler.remove(request_id)
