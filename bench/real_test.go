@@ -63,11 +63,11 @@ func TestCoreTakesEveryFigure(t *testing.T) {
 	report, err := Core(ctx, CoreOptions{Binary: realBinary(t), Quick: true, Rounds: 1, Progress: func(line string) { t.Log(line) }})
 	require.NoError(t, err)
 	require.Len(t, report.Ceilings, 5)
-	require.Len(t, report.Rows, 20)
-	for _, row := range report.Rows[10:] {
+	require.Len(t, report.Rows, 22)
+	for _, row := range report.Rows[12:] {
 		assert.Equal(t, vllmNotRun, row.Why, row.Name)
 	}
-	for _, row := range append(report.Ceilings, report.Rows[:10]...) {
+	for _, row := range append(report.Ceilings, report.Rows[:12]...) {
 		assert.Empty(t, row.Why, row.Name)
 		if row.Unit != "% of a core" {
 			assert.Positive(t, row.Value, row.Name)
