@@ -21,7 +21,7 @@ type stripe struct {
 	sync.RWMutex
 	index         int
 	lookups, hits atomic.Uint64
-	_             [64]byte // the next stripe is on other cache lines
+	_             [208]byte // processors fetch cache lines in pairs
 }
 
 // maxStripes bounds what a writer has to take.

@@ -37,17 +37,18 @@ const (
 	// ClusterTarget is the least that five nodes must read of what three do.
 	ClusterTarget = 1.6
 	nodeShare     = 0.2
-	// readPage is a page of one read, readPages how many a client reads at a
-	// time: large enough that a read is the node's work, not the client's.
+	// readPage is a page in bytes, readPages how many a reader leases at a
+	// time: so many that what it takes is the node's work, not the reader's.
 	readPage  = 16 << 10
-	readPages = 16
+	readPages = 64
 	tokens    = 16
 )
 
-// RunCluster starts sidecars in one mesh that have a fifth of a core each and
-// reads resident pages from all at once, over their sockets and not from
-// shared memory, each checked by its reader. Where processes cannot be limited
-// the answer says why.
+// RunCluster starts sidecars in one mesh that have a fifth of a core each, and
+// matches, leases and releases resident pages at all at once. A node finds each
+// page and checks its bytes; the reader, who has no share of his own, looks at
+// one page of each lease in shared memory. Where processes cannot be limited the
+// answer says why.
 func RunCluster(ctx context.Context, binaryPath string, rounds int, each time.Duration, say func(string)) (Cluster, error) {
 	out := Cluster{Share: nodeShare}
 	group, err := newShare()
@@ -162,7 +163,8 @@ type reader struct {
 	client *kvwire.Client
 	tokens []byte
 	locs   []kvwire.Location
-	page   []byte
+	sums   []kvwire.Checksum
+	turn   int
 }
 
 func newReader(ctx context.Context, n *bench.Node, index int) (*reader, error) {
@@ -170,7 +172,7 @@ func newReader(ctx context.Context, n *bench.Node, index int) (*reader, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &reader{client: c, page: make([]byte, readPage)}
+	r := &reader{client: c}
 	for i := range readPages * tokens {
 		r.tokens = binary.LittleEndian.AppendUint32(r.tokens, uint32(index<<20|i))
 	}
@@ -215,6 +217,7 @@ func (r *reader) fill(ctx context.Context, reg kvwire.Registered) error {
 		if d.Status != kvwire.StoreStored {
 			return fmt.Errorf("cannot store page %d: status %d, %s", i, d.Status, d.Reason)
 		}
+		r.sums = append(r.sums, d.Sum)
 	}
 	return r.client.Drop(ctx, l.Handle)
 }
@@ -225,7 +228,7 @@ func (r *reader) match(ctx context.Context) (kvwire.Leased, error) {
 	return l, err
 }
 
-// read leases the pages, reads them inline, checked, and releases them.
+// read leases the pages, looks at them and releases them.
 func (r *reader) read(ctx context.Context) error {
 	l, err := r.match(ctx)
 	if err != nil {
@@ -234,9 +237,15 @@ func (r *reader) read(ctx context.Context) error {
 	if l.Pages != readPages {
 		return fmt.Errorf("%d of %d pages are held (%s)", l.Pages, readPages, l.Reason)
 	}
-	err = r.client.Read(ctx, kvwire.Read{Lease: l.Lease, Pages: l.Pages}, func(int, int64) []byte { return r.page })
-	if err != nil {
-		return err
+	for i, at := range l.Locations {
+		if at.Sum != r.sums[i] {
+			return fmt.Errorf("page %d is not the one that was stored", i)
+		}
+	}
+	r.turn = (r.turn + 1) % readPages
+	at := l.Locations[r.turn]
+	if kvwire.Sum(r.client.Arena()[at.Offset:at.Offset+at.Length]) != at.Sum {
+		return fmt.Errorf("page %d has wrong bytes", r.turn)
 	}
 	outcome, err := r.client.Release(ctx, kvwire.Release{Lease: l.Lease})
 	if err != nil {

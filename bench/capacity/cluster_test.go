@@ -2,15 +2,25 @@ package capacity
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
+	"os"
+	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// The client with which nodes are asked for their peers cleans up in its own time.
+func TestMain(m *testing.M) {
+	goleak.VerifyTestMain(m,
+		goleak.IgnoreAnyFunction("github.com/valyala/fasthttp.(*HostClient).connsCleaner"),
+		goleak.IgnoreAnyFunction("github.com/valyala/fasthttp.(*Client).mCleaner"),
+		goleak.IgnoreAnyFunction("github.com/valyala/fasthttp.(*TCPDialer).tcpAddrsClean"))
+}
 
 func TestReportsJudgeOnlyWhatHadItsProcessors(t *testing.T) {
 	r := Report{
@@ -38,4 +48,30 @@ func TestReportsJudgeOnlyWhatHadItsProcessors(t *testing.T) {
 	var back Report
 	require.NoError(t, json.Unmarshal(object.Bytes(), &back))
 	assert.Equal(t, r.Cluster, back.Cluster)
+}
+
+// Real sidecars in one mesh, limited where this machine lets them be.
+func TestClustersOfRealSidecars(t *testing.T) {
+	binary := os.Getenv("MEMBRANE_BIN")
+	if binary == "" {
+		t.Skip("MEMBRANE_BIN is not set: make test sets it")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	c, err := RunCluster(ctx, binary, 1, 500*time.Millisecond, func(s string) { t.Log(s) })
+	require.NoError(t, err)
+	if c.Why != "" {
+		assert.Zero(t, c.Small)
+		return
+	}
+	assert.Positive(t, c.Small)
+	assert.Positive(t, c.Large)
+	assert.InDelta(t, 0.6, c.Got, 0.6, "nodes keep to their shares")
+}
+
+func TestGroupThatCannotBeMade(t *testing.T) {
+	s := &share{root: filepath.Join(t.TempDir(), "no", "group")}
+	require.Error(t, s.make("/nowhere"))
+	require.ErrorContains(t, s.put(1, 0.2), "cannot make a control group")
+	assert.Error(t, s.close())
 }

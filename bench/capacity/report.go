@@ -48,7 +48,7 @@ func (r Report) lines() [][]string {
 		})
 	}
 	if c := r.Cluster; c != nil {
-		name := fmt.Sprintf("pages of %d KiB read from nodes with %g %% of a core each", readPage>>10, 100*c.Share)
+		name := fmt.Sprintf("pages of %d KiB leased, checked, at nodes with %g %% of a core each", readPage>>10, 100*c.Share)
 		if c.Why != "" {
 			return append(out, []string{name, "", "", "", fmt.Sprintf(">= %g", ClusterTarget), "not run: " + c.Why})
 		}
