@@ -17,6 +17,7 @@ type Prefix struct {
 	locs  []Location
 	began uint64 // pages born after it were checked since the request began
 	fresh int
+	sound int // leading locations that CheckAhead found right
 	trail trail
 
 	checked int64
@@ -39,6 +40,39 @@ func (s *Space) Hold(req LeaseRequest, dst []Location) (Prefix, kvwire.Reason, e
 	return p, why, nil
 }
 
+// Follow goes on with hashes that come after those of Hold, as if it had been
+// given them, too. why is what Hold or the Follow before said.
+func (p *Prefix) Follow(hashes []kvwire.Hash, why kvwire.Reason) kvwire.Reason {
+	if p.l == nil || len(p.l.pages)+len(hashes) > kvwire.MaxBatch {
+		return kvwire.ReasonAbsent
+	}
+	c, before := p.s.c, len(p.l.pages)
+	now := p.take(hashes, true, why)
+	c.counters.lookups.Add(uint64(len(hashes)))
+	c.counters.hits.Add(uint64(len(p.l.pages) - before))
+	if why == kvwire.ReasonNone {
+		c.counters.misses.add(now)
+	}
+	return now
+}
+
+// CheckAhead checks the pages that are held so far, so that Lease has less to
+// check. At a wrong one it stops: Lease will come to it.
+func (p *Prefix) CheckAhead() {
+	if p.l == nil || !guard.leaseSum() {
+		return
+	}
+	locs := p.locs[len(p.locs)-len(p.l.pages)*p.req.Shards:]
+	if bad, _ := p.s.c.firstCorrupt(locs[p.sound:], nil); bad >= 0 {
+		p.sound += bad
+		return
+	}
+	p.sound = len(locs)
+}
+
+// Sound returns how many leading pages CheckAhead has checked.
+func (p *Prefix) Sound() int { return p.sound / max(p.req.Shards, 1) }
+
 // hold is Hold without its counters. With touch it tells the policy of all
 // hashes.
 func (s *Space) hold(req LeaseRequest, dst []Location, touch bool) (Prefix, kvwire.Reason) {
@@ -54,16 +88,16 @@ func (s *Space) hold(req LeaseRequest, dst []Location, touch bool) (Prefix, kvwi
 	p.began = c.born
 	c.tick++
 	c.mu.Unlock()
-	why := p.take(req.Hashes, touch)
+	why := p.take(req.Hashes, touch, kvwire.ReasonNone)
 	return p, why
 }
 
 // take pins pages as far as they are held and the caps allow, a step at a time
-// so that others get the lock in between.
-func (p *Prefix) take(hashes []kvwire.Hash, touch bool) kvwire.Reason {
+// so that others get the lock in between. It pins none if why says that one
+// before them is missing.
+func (p *Prefix) take(hashes []kvwire.Hash, touch bool, why kvwire.Reason) kvwire.Reason {
 	s, c := p.s, p.s.c
 	var keys [matchStep]uint64
-	why := kvwire.ReasonNone
 	for len(hashes) > 0 && (touch || why == kvwire.ReasonNone) {
 		step := hashes[:min(matchStep, len(hashes))]
 		hashes = hashes[len(step):]
@@ -122,7 +156,7 @@ func (p *Prefix) Extend(hashes []kvwire.Hash) kvwire.Reason {
 	if p.l == nil || len(p.l.pages)+len(hashes) > kvwire.MaxBatch {
 		return kvwire.ReasonAbsent
 	}
-	return p.take(hashes, false)
+	return p.take(hashes, false, kvwire.ReasonNone)
 }
 
 // Drop lets go of the pages. It does nothing after Lease or Drop.
@@ -182,8 +216,8 @@ func (p *Prefix) Lease(most int) (Lease, []Location, kvwire.Reason) {
 
 	why := kvwire.ReasonNone
 	var fresh func(int) bool
-	if p.fresh > 0 {
-		fresh = func(i int) bool { return l.pages[i/p.req.Shards].born > p.began }
+	if p.fresh > 0 || p.sound > 0 {
+		fresh = func(i int) bool { return i < p.sound || l.pages[i/p.req.Shards].born > p.began }
 	}
 	bad := -1
 	if guard.leaseSum() {

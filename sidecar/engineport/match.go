@@ -2,6 +2,7 @@ package engineport
 
 import (
 	"encoding/binary"
+	"runtime"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -17,14 +18,14 @@ const margin = 2 * time.Millisecond
 // connection's buffer.
 func (c *conn) handleMatch(h kvwire.Header) error {
 	c.hurry(int(h.Length))
-	m, ch, err := c.receiveMatch(int(h.Length))
+	m, ch, early, err := c.receiveMatch(int(h.Length))
 	c.relax()
 	if err != nil {
 		return err
 	}
 	var begin int
 	c.out, begin = kvwire.BeginFrame(c.out[:0], kvwire.TypeMatch|kvwire.AnswerBit, h.ID)
-	if err := c.match(m, ch); err != nil {
+	if err := c.match(m, ch, early); err != nil {
 		return err
 	}
 	c.out = kvwire.EndFrame(c.out, begin)
@@ -33,18 +34,19 @@ func (c *conn) handleMatch(h kvwire.Header) error {
 
 // receiveMatch reads the body of a match, all of it whatever is wrong with it.
 // The tokens go into the chain and nowhere else. What the chain will keep is
-// taken before they come.
-func (c *conn) receiveMatch(length int) (kvwire.Match, *chain, error) {
+// taken before they come. The pages of a long one are looked up early, while
+// the rest comes.
+func (c *conn) receiveMatch(length int) (kvwire.Match, *chain, *ahead, error) {
 	e := c.eng
-	refuse := func(m kvwire.Match, rest int, err error) (kvwire.Match, *chain, error) {
+	refuse := func(m kvwire.Match, rest int, err error) (kvwire.Match, *chain, *ahead, error) {
 		if _, e := c.r.Discard(rest); e != nil {
-			return m, nil, closing{e}
+			return m, nil, nil, closing{e}
 		}
-		return m, nil, err
+		return m, nil, nil, err
 	}
 	b, err := c.r.Peek(min(length, kvwire.MaxMatchHead))
 	if err != nil {
-		return kvwire.Match{}, nil, closing{err}
+		return kvwire.Match{}, nil, nil, closing{err}
 	}
 	m, head, err := kvwire.ParseMatchHead(b, length)
 	if err != nil {
@@ -52,7 +54,7 @@ func (c *conn) receiveMatch(length int) (kvwire.Match, *chain, error) {
 	}
 	rest := length - head
 	if _, err := c.r.Discard(head); err != nil {
-		return m, nil, closing{err}
+		return m, nil, nil, closing{err}
 	}
 	if n := uint32(rest / 4); m.Held > n {
 		return refuse(m, rest, kvwire.Errorf(kvwire.CodeBadField, "held", "%d tokens are more than the %d of the prompt", m.Held, n))
@@ -65,32 +67,39 @@ func (c *conn) receiveMatch(length int) (kvwire.Match, *chain, error) {
 	if err := e.growChain(ch, rest/4/e.pageTokens); err != nil {
 		return refuse(m, rest, err)
 	}
+	var early *ahead
+	first := int(m.Held) / e.pageTokens
+	if m.Flags&kvwire.MatchPresence == 0 && rest/4/e.pageTokens-first >= aheadPages && runtime.GOMAXPROCS(0) > 1 {
+		early = c.lookAhead(first, c.leaseRequest(nil, ttl(m.LeaseMS)))
+	}
 	whole := false
 	defer func() {
 		if !whole {
 			e.discard(ch)
+			early.drop()
 		}
 	}()
 	kc.Expect(min(rest, expectBytes) / 4)
 	for rest > 0 {
 		b, err := c.r.Peek(min(rest, max(4, c.r.Buffered()&^3)))
 		if err != nil {
-			return m, nil, closing{err}
+			return m, nil, nil, closing{err}
 		}
 		if err := kc.AppendWire(b); err != nil {
 			return refuse(m, rest, err)
 		}
+		early.feed(kc.Hashes())
 		rest -= len(b)
 		_, _ = c.r.Discard(len(b)) // it has them
 	}
 	whole = true
-	return m, ch, nil
+	return m, ch, early, nil
 }
 
 // expectBytes bounds what the length of a match alone makes us allocate for.
 const expectBytes = 1 << 20
 
-func (c *conn) match(m kvwire.Match, ch *chain) (err error) {
+func (c *conn) match(m kvwire.Match, ch *chain, early *ahead) (err error) {
 	e := c.eng
 	defer func() {
 		if err != nil { // as if nothing had been asked
@@ -98,12 +107,13 @@ func (c *conn) match(m kvwire.Match, ch *chain) (err error) {
 		}
 	}()
 	if err := c.addChain(ch); err != nil {
+		early.drop()
 		return err
 	}
 	hashes := ch.hashes()
 	return c.lease(ask{
 		handle: ch.handle, hashes: hashes, first: min(int(m.Held)/e.pageTokens, len(hashes)), most: kvwire.MaxBatch,
-		deadline: c.deadline(m.DeadlineUS), ttl: ttl(m.LeaseMS), flags: m.Flags,
+		deadline: c.deadline(m.DeadlineUS), ttl: ttl(m.LeaseMS), flags: m.Flags, early: early,
 	})
 }
 
@@ -164,6 +174,7 @@ type ask struct {
 	deadline time.Time
 	ttl      time.Duration
 	flags    uint16
+	early    *ahead // has looked up what is wanted, or nil
 }
 
 // lease finds, fetches and leases pages and appends the answer.
@@ -180,9 +191,7 @@ func (c *conn) lease(a ask) error {
 		c.out = kvwire.AppendLeased(c.out, answer)
 		return nil
 	}
-	prefix, why, err := e.space.Hold(cache.LeaseRequest{
-		Form: e.form, Shards: e.shards, Hashes: wanted, Client: c.id, TTL: a.ttl, Holders: e.holders(),
-	}, c.locations[:0])
+	prefix, why, err := c.hold(a, wanted)
 	if err != nil {
 		return err
 	}
@@ -194,7 +203,8 @@ func (c *conn) lease(a ask) error {
 	most := prefix.Pages()
 	// What was here already is checked once more, which takes time, too.
 	if a.deadline.After(c.arrived) {
-		if can := c.s.pace.pages(time.Until(a.deadline), e.pageBytes); most-prefix.Fresh() > can {
+		can := prefix.Sound() + c.s.pace.pages(time.Until(a.deadline), e.pageBytes)
+		if most-prefix.Fresh() > can {
 			why = kvwire.ReasonDeadline
 			if most = can; here <= can {
 				most += prefix.Fresh()
@@ -225,6 +235,20 @@ func (c *conn) lease(a ask) error {
 	c.out = kvwire.AppendLeased(c.out, answer)
 	c.out = appendLocations(c.out, locs)
 	return nil
+}
+
+// leaseRequest asks for pages in this engine's form.
+func (c *conn) leaseRequest(hashes []kvwire.Hash, ttl time.Duration) cache.LeaseRequest {
+	e := c.eng
+	return cache.LeaseRequest{Form: e.form, Shards: e.shards, Hashes: hashes, Client: c.id, TTL: ttl, Holders: e.holders()}
+}
+
+// hold pins what is here of the wanted pages, if that has not been done early.
+func (c *conn) hold(a ask, wanted []kvwire.Hash) (cache.Prefix, kvwire.Reason, error) {
+	if a.early != nil {
+		return a.early.take()
+	}
+	return c.eng.space.Hold(c.leaseRequest(wanted, a.ttl), c.locations[:0])
 }
 
 func appendLocations(b []byte, locs []cache.Location) []byte {
