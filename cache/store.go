@@ -57,6 +57,9 @@ type Slot struct {
 	epoch uint64
 	at    slot
 	b     []byte
+
+	summed bool // sum is that of b
+	sum    kvwire.Checksum
 }
 
 // Reserve returns room for an object of length bytes, or nil and a result
@@ -143,13 +146,39 @@ func (sl *Slot) Key() kvwire.ObjectKey {
 // Bytes returns the room, in place. It holds whatever was there before.
 func (sl *Slot) Bytes() []byte { return sl.b }
 
+// Receive fills the room by calls of read, which must fill what they get, and
+// takes the checksum of each piece as it comes, while the processor's cache has
+// it: Publish then need not read it from memory once more. After an error the
+// room is as Reserve gave it.
+func (sl *Slot) Receive(read func(piece []byte) error) error {
+	var sum kvwire.Summer
+	for rest := sl.b; len(rest) > 0; {
+		piece := rest[:min(len(rest), PartSize)]
+		if err := read(piece); err != nil {
+			return err
+		}
+		sum.Add(piece)
+		rest = rest[len(piece):]
+	}
+	sl.sum, sl.summed = sum.Sum(), true
+	return nil
+}
+
+// right reports whether the room holds bytes of the given checksum.
+func (sl *Slot) right(want kvwire.Checksum) bool {
+	if sl.summed {
+		return sl.sum == want
+	}
+	return intact(sl.b, want, false)
+}
+
 // Publish checks the received bytes against the checksum and authenticator
 // that came with them and makes them visible under their name. Bytes that fail
 // are refused with [kvwire.ReasonCorrupt] and their room is freed.
 func (sl *Slot) Publish(want kvwire.Checksum, auth kvwire.Auth) PutResult {
 	c := sl.space.c
 	c.counters.verified.Add(1)
-	bad := guard.publishSum() && !intact(sl.b, want, false)
+	bad := guard.publishSum() && !sl.right(want)
 	if bad || guard.publishAuth() && !c.auth.Verify(sl.Key(), uint64(len(sl.b)), want, auth) {
 		sl.Abort()
 		return c.refuse(kvwire.ReasonCorrupt)

@@ -81,6 +81,16 @@ type Checksum uint64
 // Sum returns the checksum of b.
 func Sum(b []byte) Checksum { return Checksum(xxh3.Hash(b)) }
 
+// Summer computes the checksum of bytes that come piece by piece. The zero value
+// is ready for use.
+type Summer struct{ h xxh3.Hasher }
+
+// Add takes the next piece.
+func (s *Summer) Add(b []byte) { _, _ = s.h.Write(b) }
+
+// Sum returns the checksum of all pieces so far.
+func (s *Summer) Sum() Checksum { return Checksum(s.h.Sum64()) }
+
 // Auth is an authenticator: HMAC-SHA256 cut to 16 bytes.
 type Auth [AuthSize]byte
 

@@ -265,7 +265,7 @@ func (p *pull) object(c *dataConn, h kvwire.Hash, ph kvwire.PageHeader) (bad boo
 	case slot == nil:
 		return false, errLocal{res.Reason}
 	}
-	if err := c.read(p.ctx, slot.Bytes(), p.stall); err != nil {
+	if err := slot.Receive(func(piece []byte) error { return c.read(p.ctx, piece, p.stall) }); err != nil {
 		slot.Abort()
 		return false, err
 	}
