@@ -84,6 +84,10 @@ test-engines: build ## Install the pinned engines and run them with the real sid
 bench-core: build ## Measure match, lease, read, store and peer fill
 	bin/membrane bench core
 
+# How many prompts vLLM is measured with, each in every way.
+PROMPTS ?= 15
+# Further flags of `membrane bench serve`.
+SERVE_FLAGS ?=
 # Where reports, plots and profiles go.
 BENCH_OUT ?= build/bench
 PROFILE_OUT ?= build/profiles
@@ -101,11 +105,22 @@ bench-peers: build ## Measure membrane beside its peers: 12 minutes, a quiet mac
 	$(STATIC) go run ./cmd/benchplot peers $(BENCH_OUT)/peers.json $(BENCH_OUT)
 
 .PHONY: bench
-bench: build bench-peers-setup ## Run the benchmarks and write their results into docs/benchmarks.md
+bench: build bench-peers-setup ## Run all benchmarks and write their results into docs/benchmarks.md: 40 minutes
 	mkdir -p $(BENCH_OUT)
 	bin/membrane bench core --markdown >$(BENCH_OUT)/core.md
+	bin/membrane bench capacity --markdown >$(BENCH_OUT)/capacity.md
+	bin/membrane bench replay --out $(BENCH_OUT) >/dev/null
 	bin/membrane bench peers --out $(BENCH_OUT) >/dev/null
-	$(STATIC) go run ./cmd/benchplot peers $(BENCH_OUT)/peers.json docs/plots
+	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=$(PROMPTS) --markdown >$(BENCH_OUT)/vllm.md
+	vllm=$(VLLM_PYTHON); lmcache=$(LMCACHE_PYTHON) || lmcache=; \
+	bin/membrane bench serve --vllm="$$vllm" --connector=$(PYTHON_DIR) --lmcache="$$lmcache" --markdown $(SERVE_FLAGS) >$(BENCH_OUT)/serve.md
+	$(MAKE) bench-docs
+
+.PHONY: bench-docs
+bench-docs: ## Write what `make bench` has measured so far into docs/benchmarks.md
+	for report in peers replay; do \
+		if [[ -e $(BENCH_OUT)/$$report.json ]]; then $(STATIC) go run ./cmd/benchplot $$report $(BENCH_OUT)/$$report.json docs/plots; fi; \
+	done
 	tools/bench-docs.sh docs/benchmarks.md $(BENCH_OUT)
 
 .PHONY: profile
@@ -118,9 +133,6 @@ profile: ## Profile the Go benchmarks of the hot paths: processor time and alloc
 		go tool pprof -top -nodecount=10 -sample_index=alloc_space $(PROFILE_OUT)/$$name.test $(PROFILE_OUT)/$$name.mem.prof; \
 	done
 
-# How many prompts are measured, each in every way.
-PROMPTS ?= 15
-
 .PHONY: bench-vllm
 bench-vllm: build ## Measure the first token of the pinned vLLM, loaded and computed
 	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=$(PROMPTS)
@@ -128,9 +140,6 @@ bench-vllm: build ## Measure the first token of the pinned vLLM, loaded and comp
 .PHONY: bench-vllm-check
 bench-vllm-check: build ## The same shortly; fail below tools/bench-vllm-floors.txt
 	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=5 --floors tools/bench-vllm-floors.txt
-
-# Further flags of `membrane bench serve`.
-SERVE_FLAGS ?=
 
 .PHONY: bench-serve
 bench-serve: build ## Load the pinned vLLM with each KV connector in turn, LMCache's too

@@ -16,7 +16,7 @@ import (
 func newBenchReplayCommand() *cobra.Command {
 	var opts replay.Options
 	var files, names []string
-	var format, output string
+	var format, output, out string
 	var seed uint64
 	var requests int
 	var strict bool
@@ -74,6 +74,11 @@ or made by generators whose parameters the report states (--workload):
 			if err := write(report, cmd.OutOrStdout()); err != nil {
 				return err
 			}
+			if out != "" {
+				if err := report.Save(out); err != nil {
+					return err
+				}
+			}
 			if strict && (report.Target == nil || !report.Target.OK) {
 				return fmt.Errorf("target missed")
 			}
@@ -92,6 +97,7 @@ or made by generators whose parameters the report states (--workload):
 	flags.Float64Var(&opts.LoadRate, "load-rate", 200_000, "tokens loaded from the cache a second")
 	flags.Int64Var(&opts.TokenBytes, "token-bytes", 128<<10, "bytes of KV of one token")
 	flags.StringVar(&output, "output", "text", "text, json or markdown")
+	flags.StringVar(&out, "out", "", "also write replay.txt, replay.json and replay.md into this folder (make bench draws plots from them)")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when the target is missed: on the mean above lru and ristretto, nowhere more than 1 % below the better of them")
 	flags.IntVar(&nodes.Nodes, "nodes", 0, "play against this many sidecars in one mesh instead")
 	flags.BoolVar(&nodes.Random, "random", false, "with --nodes: send each request to any node instead of that of its session")

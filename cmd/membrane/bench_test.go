@@ -31,7 +31,11 @@ func TestReplayOfAWorkloadAndAFile(t *testing.T) {
 	require.NoError(t, json.Unmarshal([]byte(lastObject(out)), &report))
 	require.Len(t, report.Traces, 1)
 	assert.Equal(t, "trace", report.Traces[0].Name)
-	assert.Contains(t, runOK(t, append(common, "--trace", file, "--markdown")...), "| membrane |")
+	folder := filepath.Join(t.TempDir(), "out")
+	assert.Contains(t, runOK(t, append(common, "--trace", file, "--markdown", "--out", folder)...), "| membrane |")
+	for _, name := range []string{"replay.txt", "replay.json", "replay.md"} {
+		assert.FileExists(t, filepath.Join(folder, name))
+	}
 }
 
 func TestCapacityInThisProcess(t *testing.T) {
