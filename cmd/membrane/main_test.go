@@ -161,6 +161,26 @@ func (n *node) url() string { return "http://" + n.fields["http"] }
 func (n *node) signal(t *testing.T, s os.Signal) {
 	t.Helper()
 	require.NoError(t, n.cmd.Process.Signal(s))
+	if s == syscall.SIGSTOP {
+		require.Eventually(t, n.stopped, timeout, tick, "the node stands still")
+	}
+}
+
+// stopped reports whether every thread of the node stands still: a thread that
+// runs goes on for a moment after the signal was sent.
+func (n *node) stopped() bool {
+	tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", n.cmd.Process.Pid))
+	if err != nil || len(tasks) == 0 {
+		return false
+	}
+	for _, task := range tasks {
+		b, err := os.ReadFile(task)
+		_, state, ok := strings.Cut(string(b), ") ")
+		if err != nil || !ok || !strings.HasPrefix(state, "T") {
+			return false
+		}
+	}
+	return true
 }
 
 // wait returns the status with which the node ends.
