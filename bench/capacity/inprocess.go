@@ -144,7 +144,7 @@ func reads(s *cache.Space, hashes []kvwire.Hash, op Operation, n int, each time.
 	for g := range n {
 		group.Go(func() {
 			done, at := 0, g*len(hashes)/n
-			for !stop.Load() {
+			for done == 0 || !stop.Load() { // a rate is never 0
 				for range 256 {
 					if err := op.run(s, hashes[at:at+1]); err != nil {
 						errs[g] = err
