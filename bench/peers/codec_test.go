@@ -378,9 +378,6 @@ func TestEveryWayIntoMembrane(t *testing.T) {
 		})
 	}
 	t.Run(sysRESP, func(t *testing.T) {
-		if sidecarProduct("membrane-resp", "--resp-addr").find(place{binary: binary}) != nil {
-			t.Skip("this binary has no --resp-addr")
-		}
 		startedConn(t, "membrane-resp", sysRESP, binary, func(c Conn) { exercise(t, c, payloads(t, 32, testSize)) })
 	})
 }
