@@ -79,7 +79,7 @@ func TestSystemThatEndsSaysWhy(t *testing.T) {
 func TestChildrenCountWithTheirParent(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	s, err := spawn("family", t.TempDir(), nil, "sh", "-c", "(echo up; cat) & wait")
+	s, err := spawn("family", t.TempDir(), nil, "sh", "-c", "(echo up; exec sleep 60) & wait")
 	require.NoError(t, err)
 	defer s.kill()
 	_, err = s.firstLine(ctx)
