@@ -234,7 +234,7 @@ func TestReportNamesEverySystemAndWhatPeersWin(t *testing.T) {
 	assert.Len(t, back.Rows, len(rep.Rows))
 
 	dir := filepath.Join(t.TempDir(), "out")
-	require.NoError(t, rep.Save(dir))
+	require.NoError(t, bench.Save(rep, dir, "peers"))
 	for _, name := range []string{"peers.txt", "peers.json", "peers.md"} {
 		st, err := os.Stat(filepath.Join(dir, name))
 		require.NoError(t, err)

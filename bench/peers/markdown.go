@@ -4,8 +4,6 @@ import (
 	"bytes"
 	"fmt"
 	"io"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -235,23 +233,4 @@ func (r Report) writeSystems(b *bytes.Buffer) {
 // cellText keeps a text within one cell of a table.
 func cellText(s string) string {
 	return strings.NewReplacer("|", "\\|", "\n", " ").Replace(s)
-}
-
-// Save writes the report in every form into a folder: peers.txt, peers.json and
-// peers.md. cmd/benchplot draws the plots from peers.json.
-func (r Report) Save(dir string) error {
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return fmt.Errorf("cannot make the folder %q: %w", dir, err)
-	}
-	for name, write := range map[string]func(io.Writer) error{"peers.txt": r.WriteText, "peers.json": r.WriteJSON, "peers.md": r.WriteMarkdown} {
-		var b bytes.Buffer
-		if err := write(&b); err != nil {
-			return err
-		}
-		path := filepath.Join(dir, name)
-		if err := os.WriteFile(path, b.Bytes(), 0o644); err != nil {
-			return fmt.Errorf("cannot write %q: %w", path, err)
-		}
-	}
-	return nil
 }

@@ -8,21 +8,12 @@ import (
 
 func lmcacheProduct() *product {
 	const program, python = "lmcache/bin/lmcache", "lmcache/bin/python"
-	p := &product{name: "lmcache-mp", config: "lmcache server, LRU, memory allocated at the start; driven through the client of its own benchmark"}
-	p.find = func(pl place) error {
-		_, err := pl.program(program)
-		return err
-	}
-	p.start = func(ctx context.Context, pl place) (*running, error) {
-		path, err := pl.program(program)
-		if err != nil {
-			return nil, err
-		}
+	return installed("lmcache-mp", "lmcache server, LRU, memory allocated at the start; driven through the client of its own benchmark", program, func(ctx context.Context, pl place, path string) (*running, error) {
 		http, err := freePort()
 		if err != nil {
 			return nil, err
 		}
-		r, err := served(ctx, p.name, "mp", pl, []string{"LMCACHE_TRACK_USAGE=false"}, path, func(port int) []string {
+		r, err := served(ctx, "lmcache-mp", "mp", pl, []string{"LMCACHE_TRACK_USAGE=false"}, path, func(port int) []string {
 			return []string{
 				"server", "--host", "127.0.0.1", "--port", fmt.Sprint(port), "--http-host", "127.0.0.1", "--http-port", fmt.Sprint(http),
 				"--l1-size-gb", fmt.Sprintf("%.3g", float64(pl.memory)/gib), "--eviction-policy", "LRU", "--no-l1-use-lazy", "--disable-observability",
@@ -32,22 +23,12 @@ func lmcacheProduct() *product {
 			return nil, err
 		}
 		return r.withHelper(ctx, pl, python, nil, "lmcache", r.addrs["mp"])
-	}
-	return p
+	})
 }
 
 func mooncakeProduct() *product {
 	const python = "mooncake/bin/python"
-	p := &product{name: "mooncake", config: "mooncake_master, a process that lends the memory, P2PHANDSHAKE, TCP"}
-	p.find = func(pl place) error {
-		_, err := pl.program(python)
-		return err
-	}
-	p.start = func(ctx context.Context, pl place) (*running, error) {
-		path, err := pl.program(python)
-		if err != nil {
-			return nil, err
-		}
+	return installed("mooncake", "mooncake_master, a process that lends the memory, P2PHANDSHAKE, TCP", python, func(ctx context.Context, pl place, path string) (*running, error) {
 		helperPath, err := writeHelper(pl.dir)
 		if err != nil {
 			return nil, err
@@ -59,7 +40,7 @@ func mooncakeProduct() *product {
 		if err != nil {
 			return nil, err
 		}
-		s, err := spawn(p.name, pl.dir, env, path, helperPath, "mooncake-server", loopback(port), fmt.Sprint(pl.memory))
+		s, err := spawn("mooncake", pl.dir, env, path, helperPath, "mooncake-server", loopback(port), fmt.Sprint(pl.memory))
 		if err != nil {
 			return nil, err
 		}
@@ -69,8 +50,7 @@ func mooncakeProduct() *product {
 			return nil, err
 		}
 		return r.withHelper(ctx, pl, python, env, "mooncake", loopback(port))
-	}
-	return p
+	})
 }
 
 // withHelper adds the Python client and returns once it is connected.

@@ -192,37 +192,18 @@ func served(ctx context.Context, name, protocol string, pl place, env []string, 
 }
 
 func redisProduct(name, program string) *product {
-	p := &product{name: name, config: "save '', appendonly no, maxmemory, allkeys-lru, one I/O thread (its documentation wants four cores for more)"}
-	p.find = func(pl place) error {
-		_, err := pl.program(program)
-		return err
-	}
-	p.start = func(ctx context.Context, pl place) (*running, error) {
-		path, err := pl.program(program)
-		if err != nil {
-			return nil, err
-		}
+	return installed(name, "save '', appendonly no, maxmemory, allkeys-lru, one I/O thread (its documentation wants four cores for more)", program, func(ctx context.Context, pl place, path string) (*running, error) {
 		return served(ctx, name, "resp", pl, nil, path, func(port int) []string {
 			return []string{
 				"--bind", "127.0.0.1", "--port", fmt.Sprint(port), "--save", "", "--appendonly", "no", "--dir", pl.dir,
 				"--maxmemory", fmt.Sprint(pl.memory), "--maxmemory-policy", "allkeys-lru",
 			}
 		})
-	}
-	return p
+	})
 }
 
 func kvblockdProduct() *product {
-	p := &product{name: "kvblockd", config: "memory tier only, its own defaults"}
-	p.find = func(pl place) error {
-		_, err := pl.program("kvblockd")
-		return err
-	}
-	p.start = func(ctx context.Context, pl place) (*running, error) {
-		path, err := pl.program("kvblockd")
-		if err != nil {
-			return nil, err
-		}
+	return installed("kvblockd", "memory tier only, its own defaults", "kvblockd", func(ctx context.Context, pl place, path string) (*running, error) {
 		spaces := filepath.Join(pl.dir, "namespaces.yaml")
 		if err := os.WriteFile(spaces, fmt.Appendf(nil, "namespaces:\n  - { name: %s, id: 3, token: %s }\n", kvbNamespace, kvbToken), 0o600); err != nil {
 			return nil, err
@@ -236,33 +217,41 @@ func kvblockdProduct() *product {
 			return nil, err
 		}
 		config := filepath.Join(pl.dir, "kvblockd.yaml")
-		return served(ctx, p.name, "kvb1", pl, nil, path, func(port int) []string {
+		return served(ctx, "kvblockd", "kvb1", pl, nil, path, func(port int) []string {
 			text := fmt.Sprintf("listen_addr: %q\nmetrics_addr: %q\nadmin_addr: %q\nnamespaces_path: %q\ndram_arena_bytes: %d\npinned_bytes_cap: %d\n",
 				loopback(port), loopback(metrics), loopback(admin), spaces, pl.memory, 16<<20)
 			_ = os.WriteFile(config, []byte(text), 0o600) // it says itself when it cannot read it
 			return []string{"-config", config}
 		})
-	}
-	return p
+	})
 }
 
 func lmProduct() *product {
 	const program = "lmcache/bin/lmcache_server"
-	p := &product{name: "lmcache-lm", config: "lmcache_server, its own defaults; it evicts nothing"}
-	p.find = func(pl place) error {
-		_, err := pl.program(program)
-		return err
-	}
-	p.start = func(ctx context.Context, pl place) (*running, error) {
-		path, err := pl.program(program)
-		if err != nil {
-			return nil, err
-		}
-		return served(ctx, p.name, "lm", pl, []string{"LMCACHE_TRACK_USAGE=false"}, path, func(port int) []string {
+	return installed("lmcache-lm", "lmcache_server, its own defaults; it evicts nothing", program, func(ctx context.Context, pl place, path string) (*running, error) {
+		return served(ctx, "lmcache-lm", "lm", pl, []string{"LMCACHE_TRACK_USAGE=false"}, path, func(port int) []string {
 			return []string{"127.0.0.1", fmt.Sprint(port)}
 		})
+	})
+}
+
+// installed is a product that is a program among the peers': it is here where
+// its program is.
+func installed(name, config, program string, start func(ctx context.Context, pl place, path string) (*running, error)) *product {
+	return &product{
+		name: name, config: config,
+		find: func(pl place) error {
+			_, err := pl.program(program)
+			return err
+		},
+		start: func(ctx context.Context, pl place) (*running, error) {
+			path, err := pl.program(program)
+			if err != nil {
+				return nil, err
+			}
+			return start(ctx, pl, path)
+		},
 	}
-	return p
 }
 
 // ownProduct is one of this binary's hidden commands.
@@ -287,21 +276,11 @@ func ownProduct(name, command string) *product {
 
 func predecessorProduct() *product {
 	const program = "predecessor/bin/membrane"
-	p := &product{name: "predecessor", config: "one node, its own defaults"}
-	p.find = func(pl place) error {
-		_, err := pl.program(program)
-		return err
-	}
-	p.start = func(ctx context.Context, pl place) (*running, error) {
-		path, err := pl.program(program)
-		if err != nil {
-			return nil, err
-		}
-		return served(ctx, p.name, "http", pl, nil, path, func(port int) []string {
+	return installed("predecessor", "one node, its own defaults", program, func(ctx context.Context, pl place, path string) (*running, error) {
+		return served(ctx, "predecessor", "http", pl, nil, path, func(port int) []string {
 			return []string{"serve", "--host", "127.0.0.1", "--port", fmt.Sprint(port), "--daemon", "--node-id", "bench", "--log-level", "ERROR"}
 		})
-	}
-	return p
+	})
 }
 
 // allSystems returns every way into the products, in the order of the tables.

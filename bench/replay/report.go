@@ -1,12 +1,9 @@
 package replay
 
 import (
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -226,23 +223,4 @@ func (r Report) WriteMarkdown(w io.Writer) error {
 	fmt.Fprintf(&b, "\n%s\n", strings.Join(r.verdict(), "\n"))
 	_, err := io.WriteString(w, b.String())
 	return err
-}
-
-// Save writes the report in every form into a folder: replay.txt, replay.json
-// and replay.md. cmd/benchplot draws the plots from replay.json.
-func (r Report) Save(dir string) error {
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return fmt.Errorf("cannot make the folder %q: %w", dir, err)
-	}
-	for name, write := range map[string]func(io.Writer) error{"replay.txt": r.WriteText, "replay.json": r.WriteJSON, "replay.md": r.WriteMarkdown} {
-		var b bytes.Buffer
-		if err := write(&b); err != nil {
-			return err
-		}
-		path := filepath.Join(dir, name)
-		if err := os.WriteFile(path, b.Bytes(), 0o644); err != nil {
-			return fmt.Errorf("cannot write %q: %w", path, err)
-		}
-	}
-	return nil
 }

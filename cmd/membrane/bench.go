@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 
 	"github.com/spf13/cobra"
@@ -58,14 +59,7 @@ Needs about 4 GiB of memory; with --quick 1 GiB; for vLLM 6 GiB.`,
 			if err != nil {
 				return err
 			}
-			write := report.WriteText
-			switch {
-			case asJSON:
-				write = report.WriteJSON
-			case asMarkdown:
-				write = report.WriteMarkdown
-			}
-			if err := write(cmd.OutOrStdout()); err != nil {
+			if err := writeReport(cmd.OutOrStdout(), report, asJSON, asMarkdown); err != nil {
 				return err
 			}
 			if floors != "" {
@@ -89,6 +83,17 @@ Needs about 4 GiB of memory; with --quick 1 GiB; for vLLM 6 GiB.`,
 	flags.StringVar(&floors, "floors", "", "exit 1 when a row is below its floor in this file")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
 	return cmd
+}
+
+// writeReport writes a report as a table, unless another form was asked for.
+func writeReport(w io.Writer, r bench.Forms, asJSON, asMarkdown bool) error {
+	switch {
+	case asJSON:
+		return r.WriteJSON(w)
+	case asMarkdown:
+		return r.WriteMarkdown(w)
+	}
+	return r.WriteText(w)
 }
 
 // newFrameSourceCommand returns the far end of the bare TCP copy, which the

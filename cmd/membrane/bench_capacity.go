@@ -60,14 +60,7 @@ Where processes cannot be limited, the row says why it was not run.`,
 				}
 				report.Cluster = &row
 			}
-			write := report.WriteText
-			switch output {
-			case "json":
-				write = report.WriteJSON
-			case "markdown":
-				write = report.WriteMarkdown
-			}
-			if err := write(cmd.OutOrStdout()); err != nil {
+			if err := writeReport(cmd.OutOrStdout(), report, output == "json", output == "markdown"); err != nil {
 				return err
 			}
 			if missed := report.Missed(); strict && len(missed) > 0 {

@@ -5,6 +5,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"membrane/bench"
 	"membrane/bench/peers"
 )
 
@@ -43,18 +44,11 @@ machine alone meanwhile.`,
 			if err != nil {
 				return err
 			}
-			write := report.WriteText
-			switch {
-			case asJSON:
-				write = report.WriteJSON
-			case asMarkdown:
-				write = report.WriteMarkdown
-			}
-			if err := write(cmd.OutOrStdout()); err != nil {
+			if err := writeReport(cmd.OutOrStdout(), report, asJSON, asMarkdown); err != nil {
 				return err
 			}
 			if out != "" {
-				if err := report.Save(out); err != nil {
+				if err := bench.Save(report, out, "peers"); err != nil {
 					return err
 				}
 			}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"membrane/bench"
 	"membrane/bench/replay"
 )
 
@@ -75,7 +76,7 @@ or made by generators whose parameters the report states (--workload):
 				return err
 			}
 			if out != "" {
-				if err := report.Save(out); err != nil {
+				if err := bench.Save(report, out, "replay"); err != nil {
 					return err
 				}
 			}

@@ -61,14 +61,7 @@ goodput counts, has its first token within --ttft-target and tokens no more than
 			if err != nil {
 				return err
 			}
-			write := report.WriteText
-			switch {
-			case asJSON:
-				write = report.WriteJSON
-			case asMarkdown:
-				write = report.WriteMarkdown
-			}
-			return write(cmd.OutOrStdout())
+			return writeReport(cmd.OutOrStdout(), report, asJSON, asMarkdown)
 		},
 	}
 	flags := cmd.Flags()
