@@ -62,6 +62,9 @@ type Config struct {
 	Store Store
 	// Manifests are what peers may ask for by handle; nil if none.
 	Manifests Manifests
+	// Queues returns how many prompts wait here for prefill and how many requests
+	// for decode, for peers that ask; nil: none do.
+	Queues func() (prefill, decode int)
 
 	// FillTimeout bounds a fill whose context has no deadline. Default 2 s.
 	FillTimeout time.Duration
