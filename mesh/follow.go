@@ -34,6 +34,10 @@ func (m *Mesh) Follow(ctx context.Context, req FillRequest, held func(pages int)
 	m.counters.follows.Add(1)
 	req.Hashes = req.Hashes[:min(len(req.Hashes), kvwire.MaxBatch)]
 	pos, told, failed := 0, 0, 0
+	over := func() bool { // a connection may notice the deadline before ctx does
+		until, _ := ctx.Deadline()
+		return ctx.Err() != nil || !time.Now().Before(until)
+	}
 	for {
 		for pos < len(req.Hashes) && req.Space.Has(req.Form, req.Hashes[pos]) {
 			pos++
@@ -48,7 +52,7 @@ func (m *Mesh) Follow(ctx context.Context, req FillRequest, held func(pages int)
 			return pos, kvwire.ReasonNone
 		case m.closing.Load():
 			return pos, kvwire.ReasonDraining
-		case ctx.Err() != nil:
+		case over():
 			return pos, kvwire.ReasonDeadline
 		case p == nil:
 			return pos, kvwire.ReasonPeer
@@ -57,7 +61,7 @@ func (m *Mesh) Follow(ctx context.Context, req FillRequest, held func(pages int)
 		rest := req.Hashes[pos:]
 		n, err := p.await(ctx, req, rest[:min(len(rest), kvwire.MaxAwait)])
 		switch {
-		case ctx.Err() != nil:
+		case over():
 			return pos, kvwire.ReasonDeadline
 		case err != nil:
 			m.log.Debug().Err(err).Str("peer", p.name).Msg("cannot wait for the pages of a peer")
