@@ -22,7 +22,7 @@ func newBenchCommand() *cobra.Command {
 	}
 	cmd.AddCommand(
 		newBenchCoreCommand(), newBenchPeersCommand(), newBenchReplayCommand(), newBenchServeCommand(),
-		newBenchCapacityCommand(), newBenchChaosCommand(), newFrameSourceCommand(), newKeepGroupCommand(),
+		newBenchPDCommand(), newBenchCapacityCommand(), newBenchChaosCommand(), newFrameSourceCommand(), newKeepGroupCommand(),
 	)
 	cmd.AddCommand(newPeersSourceCommands()...)
 	return cmd
