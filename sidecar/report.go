@@ -25,6 +25,9 @@ func (n *Sidecar) peers() httpapi.Peers {
 			n.describeRole(&p)
 			out.Self = p
 		} else {
+			if q, ok := n.queues.of(m.Name); ok {
+				p.Queues = &httpapi.Queues{Prefill: q.Prefill, Decode: q.Decode}
+			}
 			out.Peers = append(out.Peers, p)
 		}
 	}

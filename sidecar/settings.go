@@ -47,7 +47,7 @@ type Settings struct {
 	APIKeyFile       string
 	DrainTimeout     Seconds
 	Role             string
-	PrefillRatio     float64
+	PrefillRatio     Ratio
 	HandleTTL        Seconds
 	GRPCPort         int // grpcOff: none
 	LogLevel         string
@@ -84,7 +84,7 @@ func DefaultSettings() Settings {
 	return Settings{
 		NodeID: host[:min(len(host), maxNodeID)], Host: "127.0.0.1", Port: 8080, EngineAddr: "127.0.0.1:7600", EngineTenant: auth.PublicTenant,
 		Memory: 1 << 30, Inbox: 256 << 20, PageTokens: 64, DataAddr: "127.0.0.1:0", GossipAddr: "127.0.0.1:0",
-		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: 0.5, HandleTTL: Seconds(disagg.DefaultTTL), GRPCPort: grpcOff, LogLevel: "info", LogFormat: "text",
+		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: Ratio{Value: 0.5}, HandleTTL: Seconds(disagg.DefaultTTL), GRPCPort: grpcOff, LogLevel: "info", LogFormat: "text",
 		engineAddrIsFree: true, sources: make(map[string]string),
 	}
 }
@@ -136,7 +136,7 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	str(&s.APIKeyFile, "api-key-file", "", "file with entries of membrane keys generate")
 	value(&s.DrainTimeout, "drain-timeout", "longest wait for what is under way, at SIGTERM")
 	str(&s.Role, "role", "", "what this node serves: prefill, decode, both, or auto (it and the other auto nodes share the two)")
-	flags.Float64Var(&s.PrefillRatio, "prefill-ratio", s.PrefillRatio, usage("prefill-ratio", "part of the auto nodes that prefill, 0 to 1; at least one of each phase"))
+	value(&s.PrefillRatio, "prefill-ratio", "part of the auto nodes that prefill, 0 to 1, or 'auto': it follows the lengths of their queues; at least one of each phase")
 	integer(&s.GRPCPort, "grpc-port", "", "port for gRPC on --host, 0 for any free one, -1 for none")
 	value(&s.HandleTTL, "handle-ttl", "how long a prefilled prompt waits for its decode, 1s to 1h; its pages are pinned as long, or until they are pulled")
 	str(&s.LogLevel, "log-level", "l", "debug, info, warn or error")
@@ -256,8 +256,8 @@ func (s *Settings) validatePhases() error {
 	if err := roles.Check(s.Role); err != nil {
 		return bad("role", s.Role, "%v", err)
 	}
-	if !(s.PrefillRatio >= 0 && s.PrefillRatio <= 1) {
-		return bad("prefill-ratio", strconv.FormatFloat(s.PrefillRatio, 'g', -1, 64), "is not between 0 and 1")
+	if r := s.PrefillRatio; !r.Auto && !(r.Value >= 0 && r.Value <= 1) {
+		return bad("prefill-ratio", r.String(), "is not between 0 and 1")
 	}
 	if s.GRPCPort < grpcOff || s.GRPCPort > 65535 {
 		return bad("grpc-port", strconv.Itoa(s.GRPCPort), "is not between -1 (none) and 65535")

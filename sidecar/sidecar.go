@@ -37,6 +37,7 @@ type Sidecar struct {
 	cache     *cache.Cache
 	mesh      *mesh.Mesh
 	roles     *roles.Keeper
+	queues    queues
 	engines   *engineport.Server
 	fragments *fragments.Service
 	disagg    *disagg.Service
@@ -180,7 +181,7 @@ func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
 		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
 		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache, Manifests: manifests,
+		Logger: n.log, Store: n.cache, Manifests: manifests, Queues: n.ownQueues,
 	}
 }
 

@@ -89,6 +89,37 @@ func (d *Seconds) Set(text string) error {
 // Type names the kind of value in help texts (pflag.Value).
 func (d *Seconds) Type() string { return "duration" }
 
+// Ratio is a part of a whole, 0 to 1, or "auto".
+type Ratio struct {
+	Auto  bool
+	Value float64 // without Auto
+}
+
+// String returns the ratio as it is written.
+func (r Ratio) String() string {
+	if r.Auto {
+		return "auto"
+	}
+	return strconv.FormatFloat(r.Value, 'g', -1, 64)
+}
+
+// Set reads a ratio (pflag.Value).
+func (r *Ratio) Set(text string) error {
+	if text == "auto" {
+		*r = Ratio{Auto: true}
+		return nil
+	}
+	v, err := strconv.ParseFloat(text, 64)
+	if err != nil {
+		return fmt.Errorf("is neither a number from 0 to 1 nor auto")
+	}
+	*r = Ratio{Value: v}
+	return nil
+}
+
+// Type names the kind of value in help texts (pflag.Value).
+func (r *Ratio) Type() string { return "ratio" }
+
 // List is values that are given several times or separated by commas.
 type List []string
 

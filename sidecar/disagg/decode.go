@@ -291,6 +291,8 @@ const tellPulled = 2 * time.Second
 var errGone = errors.New("nobody takes the tokens any more")
 
 func (s *Service) generate(ctx context.Context, seq Sequence, state []byte, r DecodeRequest, out *Decoded, yield func(uint32) error) error {
+	s.generating.Add(1)
+	defer s.generating.Add(-1)
 	var gone error
 	finish, err := seq.Generate(ctx, state, r.MaxTokens, r.Sampling, func(token uint32) bool {
 		out.Tokens = append(out.Tokens, token)

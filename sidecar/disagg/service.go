@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/VictoriaMetrics/metrics"
@@ -84,7 +85,9 @@ type Service struct {
 	tokens  *semaphore.Weighted // of sequences at work
 	uploads *semaphore.Weighted // bytes of bundles on their way, which may come slowly
 	decodes chan struct{}
-	m       counters
+	// generating is how many decodes are behind their prompt.
+	generating atomic.Int32
+	m          counters
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -196,6 +199,12 @@ func (s *Service) Pulled(tenant string, handle kvwire.Hash) {
 	if s.handles.pulled(handleID{tenant, handle}) {
 		s.m.pullsHeard.Inc()
 	}
+}
+
+// Waiting returns how many prompts wait for the backend, and how many decodes
+// have their prompt's KV and share the backend with another.
+func (s *Service) Waiting() (prefill, decode int) {
+	return s.cfg.Backend.Waiting(), max(int(s.generating.Load())-1, 0)
 }
 
 var _ mesh.Manifests = (*Service)(nil)
