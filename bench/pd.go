@@ -57,8 +57,11 @@ func (o PDOptions) fill() (PDOptions, error) {
 		value       *int
 		whole, most int
 	}{
-		{"rounds", &o.Rounds, full.Rounds, 1000}, {"requests", &o.Requests, full.Requests, 100_000}, {"prompt tokens", &o.Prompt, full.Prompt, pdMaxTokens},
-		{"answer tokens", &o.Answer, full.Answer, 1024}, {"aborts", &o.Aborts, full.Aborts, 1_000_000},
+		{"rounds", &o.Rounds, full.Rounds, 1000},
+		{"requests", &o.Requests, full.Requests, 100_000},
+		{"prompt tokens", &o.Prompt, full.Prompt, pdMaxTokens},
+		{"answer tokens", &o.Answer, full.Answer, 1024},
+		{"aborts", &o.Aborts, full.Aborts, 1_000_000},
 	} {
 		if *f.value == 0 {
 			*f.value = f.whole

@@ -167,10 +167,14 @@ func (p *process) cpu() (time.Duration, error) {
 // sidecar is a running `membrane serve`.
 type sidecar struct {
 	*process
-	http   string // HOST:PORT
-	socket string // path of the engine socket
-	gossip string // HOST:PORT
+	http   string         // HOST:PORT
+	socket string         // path of the engine socket
+	gossip string         // HOST:PORT
+	fields map[string]any // of the line that says where it serves
 }
+
+// field returns a text of the line that says where the sidecar serves.
+func (s *sidecar) field(name string) string { text, _ := s.fields[name].(string); return text }
 
 // startSidecar starts a sidecar on free ports of the loopback interface and
 // waits until it serves. Its sockets are in dir.
@@ -193,6 +197,7 @@ func startSidecarEnv(ctx context.Context, env []string, binary, dir, name string
 		p.kill()
 		return nil, err
 	}
-	text := func(key string) string { s, _ := fields[key].(string); return s }
-	return &sidecar{process: p, http: text("http"), socket: text("engine_socket"), gossip: text("gossip")}, nil
+	s := &sidecar{process: p, fields: fields}
+	s.http, s.socket, s.gossip = s.field("http"), s.field("engine_socket"), s.field("gossip")
+	return s, nil
 }

@@ -2,7 +2,6 @@ package mesh
 
 import (
 	"context"
-	"errors"
 	"testing"
 	"time"
 
@@ -180,7 +179,7 @@ func TestManifestsAreWaitedFor(t *testing.T) {
 	s.mu.Unlock()
 	assert.Equal(t, answer{}, receive(t, ask()), "the prefill came to nothing")
 	_, err = reader.WaitManifest(within(t, time.Minute), "nobody", "acme", handle)
-	assert.True(t, errors.Is(err, errNoPeer))
+	assert.ErrorIs(t, err, errNoPeer)
 	s.waits.Wait()
 }
 
@@ -191,5 +190,5 @@ func TestQueuesAreTold(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, Queues{Prefill: 7}, q)
 	_, err = reader.QueuesOf(within(t, 10*time.Second), "nobody")
-	assert.True(t, errors.Is(err, errNoPeer))
+	assert.ErrorIs(t, err, errNoPeer)
 }

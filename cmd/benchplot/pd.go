@@ -57,4 +57,3 @@ func plotPD(r bench.PDReport, dir string) error {
 	p.X.Min, p.Y.Min = 0, 0
 	return save(path, 16*vg.Centimeter, 9*vg.Centimeter, p.Draw)
 }
-

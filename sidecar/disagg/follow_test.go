@@ -125,7 +125,7 @@ type decoded struct {
 }
 
 // follow begins a prefill and a decode of its handle as soon as that is known.
-func follow(t *testing.T, p, d *realNode, ctx context.Context, tokens []int64, deadline time.Duration) (prefill chan error, decode chan decoded) {
+func follow(ctx context.Context, t *testing.T, p, d *realNode, tokens []int64, deadline time.Duration) (prefill chan error, decode chan decoded) {
 	t.Helper()
 	prefill, decode = make(chan error, 1), make(chan decoded, 1)
 	r := prefillOf(tokens)
@@ -168,7 +168,7 @@ func TestPagesAreTakenWhileThePrefillRuns(t *testing.T) {
 		p.w.computing = func(page int) {
 			assert.Eventually(t, func() bool { return has(page) }, 15*time.Second, time.Millisecond, "page %d does not come before the next is made", page-1)
 		}
-		prefill, decode := follow(t, p, d, within(t, time.Minute), tokens, 0)
+		prefill, decode := follow(within(t, time.Minute), t, p, d, tokens, 0)
 		require.NoError(t, get(t, prefill))
 		end := time.Now()
 		out := get(t, decode)
@@ -211,7 +211,7 @@ func TestAPrefillThatFailsHalfwayIsFinishedByTheDecode(t *testing.T) {
 	tokens := upTo(4 * 128)
 	reached, release := halfway(p, 2)
 	ctx, cancel := context.WithCancel(within(t, time.Minute))
-	prefill, decode := follow(t, p, d, ctx, tokens, 0)
+	prefill, decode := follow(ctx, t, p, d, tokens, 0)
 	get(t, reached)
 	cancel()
 	close(release)
@@ -232,7 +232,7 @@ func TestAPrefillNodeThatIsLostIsReplacedByTheDecode(t *testing.T) {
 	reached, release := halfway(p, 2)
 	loaded := make(chan int, 9)
 	d.w.loaded = func(page int) { loaded <- page }
-	prefill, decode := follow(t, p, d, within(t, time.Minute), tokens, 0)
+	prefill, decode := follow(within(t, time.Minute), t, p, d, tokens, 0)
 	get(t, reached)
 	get(t, loaded)
 	get(t, loaded)
@@ -253,7 +253,7 @@ func TestAPrefillThatHangsIsNotWaitedForTooLong(t *testing.T) {
 	tokens := upTo(2 * 128)
 	reached, release := halfway(p, 1)
 	began := time.Now()
-	prefill, decode := follow(t, p, d, within(t, time.Minute), tokens, 4*time.Second)
+	prefill, decode := follow(within(t, time.Minute), t, p, d, tokens, 4*time.Second)
 	get(t, reached)
 	out := get(t, decode)
 	require.NoError(t, out.err)
@@ -304,7 +304,7 @@ func TestADecodeWaitsForAPrefillOfItsOwnNode(t *testing.T) {
 	t.Parallel()
 	n := newRealNode(t, "n", "both")
 	reached, release := halfway(n, 1)
-	prefill, decode := follow(t, n, n, within(t, time.Minute), upTo(140), 0)
+	prefill, decode := follow(within(t, time.Minute), t, n, n, upTo(140), 0)
 	get(t, reached)
 	assert.Empty(t, decode)
 	close(release)
