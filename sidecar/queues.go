@@ -23,7 +23,7 @@ const queueTime = time.Second
 
 // newBalance makes the ratio follow the queues where it is to.
 func (n *Sidecar) newBalance() {
-	if n.settings.Role == roles.Auto && n.settings.PrefillRatio.Auto {
+	if n.settings.Role == roles.Auto && n.settings.PrefillRatio == RatioAuto {
 		n.queues.balance = roles.NewBalance(roles.BalanceConfig{Measure: n.measureQueues})
 	}
 }
@@ -33,7 +33,7 @@ func (n *Sidecar) prefillRatio() float64 {
 	if b := n.queues.balance; b != nil {
 		return b.Ratio()
 	}
-	return n.settings.PrefillRatio.Value
+	return float64(n.settings.PrefillRatio)
 }
 
 // ratioWhy says for people what the ratio follows.

@@ -15,7 +15,7 @@ func TestQueuesOfAutoNodesAreMeasuredAndShown(t *testing.T) {
 	t.Parallel()
 	auto := func(name string, peers ...string) *running {
 		s := testSettings(t, name)
-		s.Role, s.PrefillRatio, s.Peers = roles.Auto, Ratio{Auto: true}, peers
+		s.Role, s.PrefillRatio, s.Peers = roles.Auto, RatioAuto, peers
 		return run(t, s)
 	}
 	a := auto("a")
@@ -56,10 +56,12 @@ func TestRatiosAreRead(t *testing.T) {
 	t.Parallel()
 	var r Ratio
 	require.NoError(t, r.Set("auto"))
-	assert.Equal(t, Ratio{Auto: true}, r)
+	assert.Equal(t, RatioAuto, r)
 	assert.Equal(t, "auto", r.String())
 	require.NoError(t, r.Set("0.25"))
-	assert.Equal(t, Ratio{Value: 0.25}, r)
+	assert.InDelta(t, 0.25, float64(r), 0)
 	assert.Equal(t, "0.25", r.String())
-	assert.ErrorContains(t, r.Set("half"), "neither")
+	for _, bad := range []string{"half", "-1", ""} {
+		assert.ErrorContains(t, r.Set(bad), "neither", bad)
+	}
 }

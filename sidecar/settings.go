@@ -84,7 +84,7 @@ func DefaultSettings() Settings {
 	return Settings{
 		NodeID: host[:min(len(host), maxNodeID)], Host: "127.0.0.1", Port: 8080, EngineAddr: "127.0.0.1:7600", EngineTenant: auth.PublicTenant,
 		Memory: 1 << 30, Inbox: 256 << 20, PageTokens: 64, DataAddr: "127.0.0.1:0", GossipAddr: "127.0.0.1:0",
-		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: Ratio{Value: 0.5}, HandleTTL: Seconds(disagg.DefaultTTL), GRPCPort: grpcOff, LogLevel: "info", LogFormat: "text",
+		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: 0.5, HandleTTL: Seconds(disagg.DefaultTTL), GRPCPort: grpcOff, LogLevel: "info", LogFormat: "text",
 		engineAddrIsFree: true, sources: make(map[string]string),
 	}
 }
@@ -256,7 +256,7 @@ func (s *Settings) validatePhases() error {
 	if err := roles.Check(s.Role); err != nil {
 		return bad("role", s.Role, "%v", err)
 	}
-	if r := s.PrefillRatio; !r.Auto && !(r.Value >= 0 && r.Value <= 1) {
+	if r := s.PrefillRatio; r != RatioAuto && !(r >= 0 && r <= 1) {
 		return bad("prefill-ratio", r.String(), "is not between 0 and 1")
 	}
 	if s.GRPCPort < grpcOff || s.GRPCPort > 65535 {

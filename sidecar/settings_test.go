@@ -166,10 +166,10 @@ func TestRefusedSettings(t *testing.T) {
 	f("join", "a:70000", "HOST:PORT", func(s *Settings) { s.Join = List{"a", "a:70000"} })
 	f("drain-timeout", "-1s", "between 0 and 1h", func(s *Settings) { s.DrainTimeout = Seconds(-time.Second) })
 	f("role", "worker", "is not prefill, decode, both or auto", func(s *Settings) { s.Role = "worker" })
-	f("prefill-ratio", "1.5", "between 0 and 1", func(s *Settings) { s.PrefillRatio = Ratio{Value: 1.5} })
+	f("prefill-ratio", "1.5", "between 0 and 1", func(s *Settings) { s.PrefillRatio = 1.5 })
 	f("grpc-port", "65536", "between -1 (none) and 65535", func(s *Settings) { s.GRPCPort = 65536 })
 	f("handle-ttl", "2h0m0s", "between 1s and 1h0m0s", func(s *Settings) { s.HandleTTL = Seconds(2 * time.Hour) })
-	f("prefill-ratio", "NaN", "between 0 and 1", func(s *Settings) { s.PrefillRatio = Ratio{Value: math.NaN()} })
+	f("prefill-ratio", "NaN", "between 0 and 1", func(s *Settings) { s.PrefillRatio = Ratio(math.NaN()) })
 	f("log-level", "loud", "debug, info", func(s *Settings) { s.LogLevel = "loud" })
 	f("log-format", "xml", "text or json", func(s *Settings) { s.LogFormat = "xml" })
 
