@@ -26,8 +26,8 @@ var pdProxyRows = []struct {
 const (
 	proxyRate    = 200 // requests a second
 	proxyWorkers = 32
-	// leastAdded is the least that a proxy adds, in µs: what is below is what
-	// the clock and the network vary by.
+	// leastAdded is the least that a bare proxy must seem to add, in µs, for a
+	// ratio to mean something.
 	leastAdded = 5.0
 )
 
@@ -74,19 +74,44 @@ func (b *pd) proxy(ctx context.Context) error {
 			}
 		}
 	}
+	return b.judgeProxy(rounds)
+}
+
+// judgeProxy compares what the two proxies add to the engine's own time, over
+// the requests of all rounds.
+func (b *pd) judgeProxy(rounds [3][]samples) error {
 	for _, r := range pdProxyRows {
-		var ours, bare samples
-		for i := range b.opts.Rounds {
-			direct := rounds[0][i].quantile(r.quantile)
-			bare = append(bare, max(rounds[1][i].quantile(r.quantile)-direct, leastAdded))
-			ours = append(ours, max(rounds[2][i].quantile(r.quantile)-direct, leastAdded))
+		var all [3]samples
+		var by [3]samples // the quantile of each round
+		for arm := range rounds {
+			for _, round := range rounds[arm] {
+				all[arm] = append(all[arm], round...)
+				by[arm] = append(by[arm], round.quantile(r.quantile))
+			}
 		}
-		row, err := ours.against(ours.row(r.name, "µs"), bare, "bare reverse proxy", r.target)
-		if err != nil {
-			return err
+		added := func(arm int, name string) Row {
+			var each samples
+			for i := range by[arm] {
+				each = append(each, by[arm][i]-by[0][i])
+			}
+			row := each.row(name, "µs")
+			row.Value = all[arm].quantile(r.quantile) - all[0].quantile(r.quantile)
+			return row
+		}
+		bare := added(1, strings.Replace(r.name, "the proxy, not disaggregated", "a bare reverse proxy", 1))
+		row := added(2, r.name)
+		if bare.Value < leastAdded {
+			row.Target, row.Why = &r.target, fmt.Sprintf("the bare proxy adds %.0f µs here, which is what the machine varies by", bare.Value)
+		} else {
+			ratio, to := row.Value/bare.Value, "bare reverse proxy"
+			row.Ratio, row.RatioTo = &ratio, &to
+			var err error
+			if row, err = row.judge(ratio, r.target); err != nil {
+				return err
+			}
 		}
 		b.report.Rows = append(b.report.Rows, row)
-		b.report.Ceilings = append(b.report.Ceilings, bare.row(strings.Replace(r.name, "the proxy, not disaggregated", "a bare reverse proxy", 1), "µs"))
+		b.report.Ceilings = append(b.report.Ceilings, bare)
 	}
 	return nil
 }

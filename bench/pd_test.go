@@ -70,3 +70,41 @@ func TestPDOptionsAreChecked(t *testing.T) {
 		assert.ErrorContains(t, bad.Check(), says)
 	}
 }
+
+func TestWhatAProxyAddsIsBesideABareOne(t *testing.T) {
+	round := func(p50, p99 float64) samples {
+		s := make(samples, 1000)
+		for i := range s {
+			s[i] = p50
+		}
+		for i := 980; i < 1000; i++ {
+			s[i] = p99
+		}
+		return s
+	}
+	b := &pd{}
+	require.NoError(t, b.judgeProxy([3][]samples{{round(100, 900), round(110, 900)}, {round(150, 902), round(160, 902)}, {round(250, 1000), round(250, 1000)}}))
+	require.Len(t, b.report.Rows, 2)
+	p50, p99 := b.report.Rows[0], b.report.Rows[1]
+	assert.InDelta(t, 140, p50.Value, 11)
+	assert.InDelta(t, 2.8, *p50.Ratio, 0.5)
+	assert.True(t, *p50.OK)
+	assert.Nil(t, p99.OK)
+	assert.Contains(t, p99.Why, "the bare proxy adds 2 µs")
+	assert.Len(t, b.report.Ceilings, 2)
+}
+
+func TestTheReverseProxyPassesOn(t *testing.T) {
+	a := &proxyArms{}
+	defer a.shut()
+	engine, err := a.source(realBinary(t), "")
+	require.NoError(t, err)
+	through, err := a.source(realBinary(t), engine)
+	require.NoError(t, err)
+	for _, at := range []string{engine, through} {
+		status, body, err := a.client.Post(nil, "http://"+at+"/v1/completions", nil)
+		require.NoError(t, err)
+		assert.Equal(t, 200, status)
+		assert.JSONEq(t, completionAnswer, string(body))
+	}
+}
