@@ -115,7 +115,7 @@ func prefillAndDecode(t *testing.T) (p, d *realNode) {
 	t.Helper()
 	p = newRealNode(t, "p", "prefill")
 	d = newRealNode(t, "d", "decode", p.mesh.GossipAddr())
-	require.Eventually(t, func() bool { return d.mesh.Stats().Peers == 1 && p.mesh.Stats().Peers == 1 }, 15*time.Second, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return d.mesh.Stats().Peers == 1 && p.mesh.Stats().Peers == 1 }, patience, 5*time.Millisecond)
 	return p, d
 }
 
@@ -131,7 +131,7 @@ func follow(ctx context.Context, t *testing.T, p, d *realNode, tokens []int64, d
 	r := prefillOf(tokens)
 	r.Begun = func(b Prefilled) {
 		go func() {
-			out, err := d.Decode(within(t, time.Minute), "acme", DecodeRequest{RequestID: "d", Handle: b.Handle, Model: "m", MaxTokens: 4, Deadline: deadline}, nil)
+			out, err := d.Decode(within(t, patience), "acme", DecodeRequest{RequestID: "d", Handle: b.Handle, Model: "m", MaxTokens: 4, Deadline: deadline}, nil)
 			decode <- decoded{out, err}
 		}()
 	}
@@ -142,12 +142,15 @@ func follow(ctx context.Context, t *testing.T, p, d *realNode, tokens []int64, d
 	return prefill, decode
 }
 
+// patience is for a machine that others use, too.
+const patience = 2 * time.Minute
+
 func get[T any](t *testing.T, c <-chan T) T {
 	t.Helper()
 	select {
 	case v := <-c:
 		return v
-	case <-time.After(30 * time.Second):
+	case <-time.After(patience):
 		require.FailNow(t, "nothing came")
 	}
 	panic("unreachable")
@@ -158,7 +161,7 @@ func get[T any](t *testing.T, c <-chan T) T {
 func TestPagesAreTakenWhileThePrefillRuns(t *testing.T) {
 	t.Parallel()
 	p, d := prefillAndDecode(t)
-	for _, pages := range []int{3, 9} {
+	for _, pages := range []int{3, 7} {
 		tokens := upTo(pages*128 - 40)
 		tokens[0] = int64(pages) // no page in common
 		var mu sync.Mutex
@@ -166,9 +169,9 @@ func TestPagesAreTakenWhileThePrefillRuns(t *testing.T) {
 		has := func(n int) bool { mu.Lock(); defer mu.Unlock(); return len(at) >= n }
 		d.w.loaded = func(int) { mu.Lock(); defer mu.Unlock(); at = append(at, time.Now()) }
 		p.w.computing = func(page int) {
-			assert.Eventually(t, func() bool { return has(page) }, 15*time.Second, time.Millisecond, "page %d does not come before the next is made", page-1)
+			assert.Eventually(t, func() bool { return has(page) }, patience, time.Millisecond, "page %d does not come before the next is made", page-1)
 		}
-		prefill, decode := follow(within(t, time.Minute), t, p, d, tokens, 0)
+		prefill, decode := follow(within(t, patience), t, p, d, tokens, 0)
 		require.NoError(t, get(t, prefill))
 		end := time.Now()
 		out := get(t, decode)
@@ -189,17 +192,21 @@ func TestPagesAreTakenWhileThePrefillRuns(t *testing.T) {
 		assert.Equal(t, len(tokens), out.Pulled)
 		assert.GreaterOrEqual(t, out.Followed, (pages-1)*128)
 		assert.WithinDuration(t, time.Now().Add(DefaultTTL), out.Expires, time.Minute)
-		require.Eventually(t, func() bool { return p.cache.Stats().Pins == 0 }, 15*time.Second, 5*time.Millisecond, "the prefill node is not told")
+		require.Eventually(t, func() bool { return p.cache.Stats().Pins == 0 }, patience, 5*time.Millisecond, "the prefill node is not told")
 	}
 }
 
 // halfway blocks a prefill before a page until it is released.
-func halfway(p *realNode, page int) (reached, release chan struct{}) {
-	reached, release = make(chan struct{}), make(chan struct{})
+func halfway(t *testing.T, p *realNode, page int) (reached chan struct{}, release func()) {
+	t.Helper()
+	reached = make(chan struct{})
+	blocked := make(chan struct{})
+	release = sync.OnceFunc(func() { close(blocked) })
+	t.Cleanup(release)
 	p.w.computing = func(n int) {
 		if n == page {
 			close(reached)
-			<-release
+			<-blocked
 		}
 	}
 	return reached, release
@@ -209,12 +216,12 @@ func TestAPrefillThatFailsHalfwayIsFinishedByTheDecode(t *testing.T) {
 	t.Parallel()
 	p, d := prefillAndDecode(t)
 	tokens := upTo(4 * 128)
-	reached, release := halfway(p, 2)
-	ctx, cancel := context.WithCancel(within(t, time.Minute))
+	reached, release := halfway(t, p, 2)
+	ctx, cancel := context.WithCancel(within(t, patience))
 	prefill, decode := follow(ctx, t, p, d, tokens, 0)
 	get(t, reached)
 	cancel()
-	close(release)
+	release()
 	require.Error(t, get(t, prefill))
 	out := get(t, decode)
 	require.NoError(t, out.err)
@@ -229,10 +236,10 @@ func TestAPrefillNodeThatIsLostIsReplacedByTheDecode(t *testing.T) {
 	t.Parallel()
 	p, d := prefillAndDecode(t)
 	tokens := upTo(3 * 128)
-	reached, release := halfway(p, 2)
+	reached, release := halfway(t, p, 2)
 	loaded := make(chan int, 9)
 	d.w.loaded = func(page int) { loaded <- page }
-	prefill, decode := follow(within(t, time.Minute), t, p, d, tokens, 0)
+	prefill, decode := follow(within(t, patience), t, p, d, tokens, 0)
 	get(t, reached)
 	get(t, loaded)
 	get(t, loaded)
@@ -241,7 +248,7 @@ func TestAPrefillNodeThatIsLostIsReplacedByTheDecode(t *testing.T) {
 	require.NoError(t, out.err)
 	assert.Equal(t, greedy(t, tokens, 4), out.Tokens)
 	assert.Equal(t, 128, out.Recomputed)
-	close(release)
+	release()
 	require.NoError(t, get(t, prefill))
 }
 
@@ -251,34 +258,34 @@ func TestAPrefillThatHangsIsNotWaitedForTooLong(t *testing.T) {
 	t.Parallel()
 	p, d := prefillAndDecode(t)
 	tokens := upTo(2 * 128)
-	reached, release := halfway(p, 1)
+	reached, release := halfway(t, p, 1)
 	began := time.Now()
-	prefill, decode := follow(within(t, time.Minute), t, p, d, tokens, 4*time.Second)
+	prefill, decode := follow(within(t, patience), t, p, d, tokens, 12*time.Second)
 	get(t, reached)
 	out := get(t, decode)
 	require.NoError(t, out.err)
 	assert.Equal(t, greedy(t, tokens, 4), out.Tokens)
 	assert.Equal(t, 128, out.Recomputed)
-	assert.Less(t, time.Since(began), 4*time.Second)
-	close(release)
+	assert.Less(t, time.Since(began), 12*time.Second)
+	release()
 	require.NoError(t, get(t, prefill))
 }
 
 func TestARunningPrefillIsItsTenants(t *testing.T) {
 	t.Parallel()
 	p, d := prefillAndDecode(t)
-	reached, release := halfway(p, 0)
+	reached, release := halfway(t, p, 0)
 	handle := make(chan string, 1)
 	r := prefillOf(upTo(130))
 	r.Begun = func(b Prefilled) { handle <- b.Handle }
 	prefill := make(chan error, 1)
-	go func() { _, err := p.Prefill(within(t, time.Minute), "acme", r); prefill <- err }()
+	go func() { _, err := p.Prefill(within(t, patience), "acme", r); prefill <- err }()
 	get(t, reached)
 	h := get(t, handle)
-	_, err := d.Decode(within(t, time.Minute), "other", DecodeRequest{RequestID: "d", Handle: h, Model: "m"}, nil)
+	_, err := d.Decode(within(t, patience), "other", DecodeRequest{RequestID: "d", Handle: h, Model: "m"}, nil)
 	kind, _ := kindOf(t, err)
 	assert.Equal(t, NotFound, kind)
-	_, err = d.Decode(within(t, time.Minute), "acme", DecodeRequest{RequestID: "d", Handle: h, Model: "other"}, nil)
+	_, err = d.Decode(within(t, patience), "acme", DecodeRequest{RequestID: "d", Handle: h, Model: "other"}, nil)
 	kind, _ = kindOf(t, err)
 	assert.Equal(t, Malformed, kind)
 
@@ -289,12 +296,12 @@ func TestARunningPrefillIsItsTenants(t *testing.T) {
 		_, err := d.Decode(ctx, "acme", DecodeRequest{RequestID: "d", Handle: h, Model: "m"}, nil)
 		gone <- err
 	}()
-	require.Eventually(t, func() bool { return d.mesh.Stats().Follows == 1 }, 15*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return d.mesh.Stats().Follows == 1 }, patience, time.Millisecond)
 	cancel()
 	kind, _ = kindOf(t, get(t, gone))
 	assert.Equal(t, Gone, kind)
 	assert.Zero(t, d.cache.Stats().Pins)
-	close(release)
+	release()
 	require.NoError(t, get(t, prefill))
 	assert.Equal(t, greedy(t, upTo(130), 2), d.mustDecode(t, "acme", h, 2).Tokens)
 }
@@ -303,11 +310,11 @@ func TestARunningPrefillIsItsTenants(t *testing.T) {
 func TestADecodeWaitsForAPrefillOfItsOwnNode(t *testing.T) {
 	t.Parallel()
 	n := newRealNode(t, "n", "both")
-	reached, release := halfway(n, 1)
-	prefill, decode := follow(within(t, time.Minute), t, n, n, upTo(140), 0)
+	reached, release := halfway(t, n, 1)
+	prefill, decode := follow(within(t, patience), t, n, n, upTo(140), 0)
 	get(t, reached)
 	assert.Empty(t, decode)
-	close(release)
+	release()
 	require.NoError(t, get(t, prefill))
 	out := get(t, decode)
 	require.NoError(t, out.err)
