@@ -13,7 +13,7 @@ import (
 func newBenchPDCommand() *cobra.Command {
 	var opts bench.PDOptions
 	var asJSON, asMarkdown, strict bool
-	var out, floors string
+	var out string
 	cmd := &cobra.Command{
 		Use:   "pd",
 		Short: "Prefill and decode on different nodes beside both on one, and the hand-over between them",
@@ -55,11 +55,6 @@ Needs about 2 GiB of memory and four minutes; with --quick some seconds.`,
 			if err := writeReport(cmd.OutOrStdout(), report, asJSON, asMarkdown); err != nil {
 				return err
 			}
-			if floors != "" {
-				if err := checkFloors(floors, report.Report); err != nil {
-					return err
-				}
-			}
 			if missed := report.Missed(); strict && len(missed) > 0 {
 				return fmt.Errorf("targets missed: %q", missed)
 			}
@@ -79,7 +74,6 @@ Needs about 2 GiB of memory and four minutes; with --quick some seconds.`,
 	flags.StringVar(&out, "out", "", "folder for the report in every form, too")
 	flags.BoolVar(&asJSON, "json", false, "print one JSON object instead of tables")
 	flags.BoolVar(&asMarkdown, "markdown", false, "print Markdown instead of text tables")
-	flags.StringVar(&floors, "floors", "", "exit 1 when a row is below its floor in this file")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
 	return cmd
 }
