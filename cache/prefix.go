@@ -11,14 +11,15 @@ import (
 // are fetched, and not checked yet. It belongs to one goroutine and ends with
 // Lease or Drop.
 type Prefix struct {
-	s     *Space
-	req   LeaseRequest
-	l     *lease // nil when it has ended
-	locs  []Location
-	began uint64 // pages born after it were checked since the request began
-	fresh int
-	sound int // leading locations that CheckAhead found right
-	trail trail
+	s       *Space
+	req     LeaseRequest
+	l       *lease // nil when it has ended
+	locs    []Location
+	began   uint64 // pages born after it were checked since the request began
+	fresh   int
+	sound   int // leading locations that CheckAhead found right
+	trail   trail
+	trusted [2]int // locations that Trust vouches for
 
 	checked int64
 }
@@ -216,8 +217,10 @@ func (p *Prefix) Lease(most int) (Lease, []Location, kvwire.Reason) {
 
 	why := kvwire.ReasonNone
 	var fresh func(int) bool
-	if p.fresh > 0 || p.sound > 0 {
-		fresh = func(i int) bool { return i < p.sound || l.pages[i/p.req.Shards].born > p.began }
+	if p.fresh > 0 || p.sound > 0 || p.trusted[1] > 0 {
+		fresh = func(i int) bool {
+			return i < p.sound || p.trusted[0] <= i && i < p.trusted[1] || l.pages[i/p.req.Shards].born > p.began
+		}
 	}
 	bad := -1
 	if guard.leaseSum() {
