@@ -1,10 +1,6 @@
 package cache
 
-import (
-	"fmt"
-
-	"membrane/kvwire"
-)
+import "membrane/kvwire"
 
 // Recipe says how a page that is here in one form is made in another. It is not
 // changed while a Convert may use it, and may be used by several at once.
@@ -279,13 +275,3 @@ func (s *Space) Elsewhere(h kvwire.Hash) bool {
 	return false
 }
 
-// Trust says that the pages from the given index on, which Extend has added,
-// were made and signed in place since Hold began: Lease does not check them once
-// more. It holds for one run of pages; another one replaces it.
-func (p *Prefix) Trust(from, to int) error {
-	if from < 0 || to > p.Pages() || from > to {
-		return fmt.Errorf("cannot trust pages %d to %d of %d", from, to, p.Pages())
-	}
-	p.trusted = [2]int{from * p.req.Shards, to * p.req.Shards}
-	return nil
-}

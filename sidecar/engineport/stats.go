@@ -15,6 +15,10 @@ type EngineStatus struct {
 	Form        string   `json:"form"`
 	Layout      string   `json:"layout"`
 	PageTokens  int      `json:"page_tokens"`
+	TPSize      int      `json:"tp_size"`
+	PPSize      int      `json:"pp_size"`
+	ObjectBytes []int64  `json:"object_bytes"` // of each shard; 0 until its worker is here
+	Problem     string   `json:"problem,omitempty"`
 	Connections []string `json:"connections"`
 	Handles     int      `json:"handles"`
 	Leases      int      `json:"leases"`
@@ -37,6 +41,10 @@ func (s *Server) Status() Status {
 		es := EngineStatus{
 			Engine: e.key.name, Tenant: e.key.tenant, Namespace: e.space.Namespace().String(), Form: e.form.String(),
 			Layout: e.layout, PageTokens: e.pageTokens,
+			TPSize: e.tp, PPSize: e.pp, Problem: e.problem(),
+		}
+		for i := range e.sizes {
+			es.ObjectBytes = append(es.ObjectBytes, e.sizes[i].Load())
 		}
 		for rank, c := range e.ranks {
 			es.Connections = append(es.Connections, string(rank.role)+" "+kvwire.Shard{Index: rank.shard, Count: uint16(e.shards)}.String()+" on "+c.name())

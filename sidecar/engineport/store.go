@@ -74,6 +74,9 @@ func (c *conn) reserve(r ref, epoch uint64) kvwire.Reservation {
 	refused := func(why kvwire.Reason) kvwire.Reservation {
 		return kvwire.Reservation{Status: kvwire.StoreRefused, Reason: why}
 	}
+	if c.eng.odd.Load() != nil && guard.headWindow() {
+		return refused(kvwire.ReasonLayout)
+	}
 	if c.eng.space.Has(c.eng.form, r.hash) {
 		return kvwire.Reservation{Status: kvwire.StoreExists}
 	}
@@ -240,6 +243,9 @@ func (c *conn) openWrite(header []byte, length int64) (*cache.Slot, cache.PutRes
 	}
 	if length != c.object {
 		return fail(kvwire.Errorf(kvwire.CodeBadField, "length", "an object of %d bytes instead of %d", length, c.object))
+	}
+	if c.eng.odd.Load() != nil && guard.headWindow() {
+		return nil, cache.PutResult{Reason: kvwire.ReasonLayout}, nil
 	}
 	// What is being received cannot be evicted, and its engine may be slow.
 	if !c.s.receiving.takeFirst(length) {

@@ -62,6 +62,10 @@ func (g *Registry) Attach(facts kvwire.ModelFacts, pageTokens int, d kvwire.Desc
 	}
 	r.family = f
 	k := f.of(r.form)
+	if k != nil && k.attached == 0 { // what a peer said, or an engine that is gone
+		f.known = slices.DeleteFunc(slices.Clone(f.known), func(o *known) bool { return o == k })
+		k = nil
+	}
 	if k == nil && len(f.known) >= kvwire.MaxForms {
 		// One that no engine here has makes room.
 		if i := slices.IndexFunc(f.known, func(k *known) bool { return k.attached == 0 }); i >= 0 {
