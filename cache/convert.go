@@ -45,7 +45,8 @@ type Converted struct {
 // and the page is [kvwire.ReasonCorrupt]. The new objects are signed, all appear
 // at once and belong to the same page: it is evicted as one. The reason is
 // [kvwire.ReasonNone] when the page is complete in the form now or was before;
-// [kvwire.ReasonLayout] when no recipe fits; [kvwire.ReasonPinned] when there is
+// [kvwire.ReasonLayout] when no recipe fits, [kvwire.ReasonIncomplete] when one
+// would but for a shard that is not here; [kvwire.ReasonPinned] when there is
 // no room. It is no lookup.
 func (s *Space) Convert(w *Workbench, to kvwire.Form, sizes []int64, h kvwire.Hash, recipes []*Recipe) (Converted, kvwire.Reason) {
 	c := s.c
@@ -64,9 +65,12 @@ func (s *Space) Convert(w *Workbench, to kvwire.Form, sizes []int64, h kvwire.Ha
 		c.mu.Unlock()
 		return Converted{}, why
 	}
-	r := w.choose(p, recipes)
+	r, part := w.choose(p, recipes)
 	if r == nil {
 		c.mu.Unlock()
+		if part {
+			why = kvwire.ReasonIncomplete
+		}
 		return Converted{}, why
 	}
 	c.ref(p)
@@ -100,11 +104,12 @@ func (s *Space) Convert(w *Workbench, to kvwire.Form, sizes []int64, h kvwire.Ha
 }
 
 // choose returns the first recipe of which all shards are here, with their
-// places. It needs c.mu.
-func (w *Workbench) choose(p *page, recipes []*Recipe) *Recipe {
+// places, or whether some shards are of one. It needs c.mu.
+func (w *Workbench) choose(p *page, recipes []*Recipe) (_ *Recipe, part bool) {
 next:
 	for _, r := range recipes {
 		objs, why := p.held(r.From)
+		part = part || why == kvwire.ReasonIncomplete
 		if why != kvwire.ReasonNone || len(objs) != r.Shards || objs[0].parts {
 			continue
 		}
@@ -115,9 +120,9 @@ next:
 			}
 			w.from = append(w.from, objs[n].location())
 		}
-		return r
+		return r, false
 	}
-	return nil
+	return nil, part
 }
 
 // wrongSource returns the index of the first object whose bytes are not what

@@ -32,13 +32,14 @@ type peerForms struct {
 	again   time.Time
 	pause   time.Duration
 	asked   chan struct{} // closed when the question that is under way is over; nil: none is
+	told    bool          // Forms has returned list
 }
 
-// Forms returns descriptors of the forms in which peers that can be reached may
-// hold pages of a namespace: what they said when they were asked last. A peer is
-// asked when its directory has changed since, now and then; then Forms waits for
-// the answer, a tenth of a second at most and no longer than ctx. It costs no
-// message a page.
+// Forms returns descriptors of forms in which peers that can be reached may hold
+// pages of a namespace: what they said since it was called last. A peer is asked
+// when its directory has changed since, now and then; then Forms waits for the
+// answer, a tenth of a second at most and no longer than ctx. It costs no message
+// a page.
 func (m *Mesh) Forms(ctx context.Context, ns kvwire.Namespace) []kvwire.Descriptor {
 	ctx, cancel := context.WithTimeout(ctx, formsWait)
 	defer cancel()
@@ -61,16 +62,11 @@ wait:
 		}
 	}
 	var all []kvwire.Descriptor
-	seen := make(map[kvwire.Form]bool)
 	for _, p := range peers {
 		p.mu.Lock()
-		if f := p.forms[ns]; f != nil {
-			for _, d := range f.list {
-				if form := d.Form(); !seen[form] {
-					seen[form] = true
-					all = append(all, d)
-				}
-			}
+		if f := p.forms[ns]; f != nil && !f.told {
+			f.told = true
+			all = append(all, f.list...)
 		}
 		p.mu.Unlock()
 	}
@@ -122,7 +118,7 @@ func (p *peer) fetchForms(ns kvwire.Namespace, f *peerForms, version uint64) {
 	if err != nil || slices.EqualFunc(list, f.list, func(a, b kvwire.Descriptor) bool { return a.Form() == b.Form() }) {
 		f.pause = min(max(2*f.pause, formsMin), formsMax)
 	} else {
-		f.pause = formsMin
+		f.pause, f.told = formsMin, false
 	}
 	f.again = time.Now().Add(f.pause)
 	if err == nil {

@@ -128,8 +128,8 @@ func (c *conn) join(reg kvwire.Register, pageTokens int, object int64) error {
 	}
 	s.engines[key] = e
 	e.ranks[rank] = c
-	c.checkShape(reg, e, object)
 	c.eng, c.role, c.shard, c.object = e, reg.Role, shard, object
+	c.checkShape(reg, e, object)
 	return nil
 }
 

@@ -42,14 +42,15 @@ func (c *conn) complete(p *cache.Prefix, a ask, wanted []kvwire.Hash, why kvwire
 		if why == kvwire.ReasonAbsent && p.Pages() == before && local != kvwire.ReasonNone {
 			why = local // nobody else has it either: what is wrong here says more
 		}
-		if p.Pages() == before || p.Pages() == len(wanted) {
+		if p.Pages() == before || p.Pages() == len(wanted) || why != kvwire.ReasonNone && why != kvwire.ReasonAbsent {
 			return brought, why
 		}
-		if _, next := e.space.Shards(e.form, wanted[p.Pages()]); next != kvwire.ReasonLayout && next != kvwire.ReasonIncomplete {
-			return brought, why
-		} else if why != kvwire.ReasonPinned && why != kvwire.ReasonDeadline {
-			why = next
+		// Behind what peers had, there may be more here.
+		_, next := e.space.Shards(e.form, wanted[p.Pages()])
+		if next != kvwire.ReasonLayout && next != kvwire.ReasonIncomplete {
+			return brought, kvwire.ReasonAbsent
 		}
+		why = next
 	}
 }
 
@@ -118,7 +119,10 @@ func (c *conn) fillOther(p *cache.Prefix, wanted []kvwire.Hash, why kvwire.Reaso
 			Space: e.space, Form: recipes[i].From, Shards: recipes[i].Shards, ObjectBytes: e.reader.SourceBytes(recipes[i].From), Hashes: want,
 		})
 		if n > 0 {
-			fetched = c.translateUntil(p, wanted[:had+min(n, len(want))], kvwire.ReasonLayout, until)
+			// What stopped the translation comes before what stopped the fill.
+			if stopped := c.translateUntil(p, wanted[:had+min(n, len(want))], kvwire.ReasonLayout, until); stopped != kvwire.ReasonNone {
+				fetched = stopped
+			}
 		}
 		got := p.Pages() - had
 		brought += got
