@@ -359,7 +359,7 @@ func TestOneFlippedBitOfASourceIsAMiss(t *testing.T) {
 		reader := boot(t, n.Addresses().EngineSocket, "reader", m, one, false)
 		require.Eventually(t, func() bool {
 			l = reader.match(t, kvwire.Match{Tokens: prompt})
-			return l.Pages > 0 || l.Reason == kvwire.ReasonCorrupt
+			return l.Pages >= uint32(bad) && (bad > 0 || l.Reason == kvwire.ReasonCorrupt) // else not all was listed yet
 		}, timeout, tick)
 		require.EqualValues(t, bad, l.Pages, "round %d: %s", round, l.Reason)
 		assert.Contains(t, []kvwire.Reason{kvwire.ReasonCorrupt, kvwire.ReasonAbsent}, l.Reason)
