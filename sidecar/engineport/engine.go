@@ -41,15 +41,18 @@ type engine struct {
 
 	ranks map[rankKey]*conn // guarded by Server.mu
 
+	hits, stored    atomic.Uint64 // pages
+	missed, refused byReason
+
 	memory *budget // of the server
 
 	mu     sync.Mutex
 	kept   int64 // bytes of chains and leases, taken from memory
 	chains map[uint64]*chain
 	leases map[uint64]*lease
-	live   int                  // leases that have not ended, as far as we know
-	named  map[kvwire.Form]bool // forms that were logged as not translated
-	ended  []uint64             // leases that did, oldest first: to tell a double release from an unknown lease
+	live   int                    // leases that have not ended, as far as we know
+	named  map[kvwire.Form]string // why forms are not translated, as it was logged
+	ended  []uint64               // leases that did, oldest first: to tell a double release from an unknown lease
 }
 
 // spaceState orders resets and stores of one space: a store that was reserved
@@ -111,7 +114,7 @@ func (c *conn) join(reg kvwire.Register, pageTokens int, object int64) error {
 			key: key, facts: reg.Model, form: d.Form(), layout: d.Layout, space: space, state: s.stateOf(space),
 			pageTokens: pageTokens, shards: int(shard.Count), tp: d.TPSize, pp: d.PPSize,
 			pageBytes: object * int64(shard.Count), memory: &s.memory, sizes: make([]atomic.Int64, shard.Count),
-			named: make(map[kvwire.Form]bool),
+			named: make(map[kvwire.Form]string),
 			ranks: make(map[rankKey]*conn), chains: make(map[uint64]*chain), leases: make(map[uint64]*lease),
 		}
 	} else if err := e.agree(reg); err != nil {
@@ -273,3 +276,22 @@ func unknownHandle(field string, handle uint64) error {
 
 // holders returns how many ranks release a lease.
 func (e *engine) holders() int { return e.shards }
+
+// byReason counts by reason.
+type byReason [kvwire.LastReason + 1]atomic.Uint64
+
+func (r *byReason) add(why kvwire.Reason, n int) {
+	if int(why) < len(r) && n > 0 {
+		r[why].Add(uint64(n))
+	}
+}
+
+func (r *byReason) nonZero() map[string]uint64 {
+	out := make(map[string]uint64)
+	for i := range r {
+		if n := r[i].Load(); n > 0 {
+			out[kvwire.Reason(i).String()] = n
+		}
+	}
+	return out
+}

@@ -285,6 +285,8 @@ func (c *conn) countLease(a kvwire.Leased, locs []cache.Location, wanted int) {
 		n.hit(peer, int(a.FromPeers), e.pageTokens, page*int64(a.FromPeers))
 	}
 	n.miss(a.Reason, wanted-int(a.Pages), e.pageTokens)
+	e.hits.Add(uint64(a.Pages))
+	e.missed.add(a.Reason, wanted-int(a.Pages))
 }
 
 func bytesOfAll(locs []cache.Location) (n int64) {

@@ -64,6 +64,7 @@ func (c *conn) handleReserve(body []byte) error {
 			c.s.count.existing.Inc()
 		case kvwire.StoreRefused:
 			c.s.count.refused[answer.Reason].Inc()
+			e.refused.add(answer.Reason, 1)
 		}
 		c.out = kvwire.AppendReservations(c.out, []kvwire.Reservation{answer})
 	}
@@ -168,12 +169,14 @@ func (c *conn) stored(res cache.PutResult) kvwire.Committed {
 	switch {
 	case res.Stored:
 		c.s.count.storedPages.Inc()
+		c.eng.stored.Add(1)
 		c.s.count.storedBytes.AddInt64(c.object)
 		return kvwire.Committed{Status: kvwire.StoreStored, Sum: res.Sum}
 	case res.Exists:
 		c.s.count.existing.Inc()
 		return kvwire.Committed{Status: kvwire.StoreExists, Sum: res.Sum}
 	}
+	c.eng.refused.add(res.Reason, 1)
 	if n := c.s.count.refused[res.Reason]; n != nil {
 		n.Inc()
 	}

@@ -209,9 +209,9 @@ func (c *conn) explain(h kvwire.Hash) {
 			continue
 		}
 		e.mu.Lock()
-		known := e.named[form] || len(e.named) >= maxNamed
-		if !known {
-			e.named[form] = true
+		_, known := e.named[form]
+		if known = known || len(e.named) >= maxNamed; !known {
+			e.named[form] = err.Error()
 		}
 		e.mu.Unlock()
 		if !known {
