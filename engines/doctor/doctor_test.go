@@ -20,7 +20,12 @@ import (
 	"membrane/sidecar"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	goleak.VerifyTestMain(m,
+		goleak.IgnoreAnyFunction("github.com/valyala/fasthttp.updateServerDate.func1"),
+		goleak.IgnoreAnyFunction("github.com/valyala/fasthttp.(*workerPool).Start.func2"), // sleeps ten seconds, then ends
+	)
+}
 
 // start runs a sidecar until the test ends.
 func start(t *testing.T, change func(*sidecar.Settings)) *sidecar.Sidecar {
