@@ -279,4 +279,3 @@ func (s *Space) Elsewhere(h kvwire.Hash) bool {
 	}
 	return false
 }
-

@@ -87,7 +87,10 @@ var parsers = map[string]func([]byte) ([]byte, error){
 		}
 		return m, err
 	},
-	"forms": func(b []byte) ([]byte, error) { ns, err := ParseFormsRequest(b); return AppendFormsRequest(nil, ns), err },
+	"forms": func(b []byte) ([]byte, error) {
+		ns, err := ParseFormsRequest(b)
+		return AppendFormsRequest(nil, ns), err
+	},
 	"page": func(b []byte) ([]byte, error) {
 		n := min(len(b), PageHeaderSize)
 		p, err := ParsePageHeader(b[:n], Header{Type: TypePage, Length: uint32(len(b))})

@@ -213,10 +213,19 @@ func testModel(weights string) kvwire.ModelFacts {
 }
 
 var geometries = []geometry{
-	{"vllm-lbhnc", "", 16, 1, 1}, {"vllm-lbhnc", "vec", 16, 1, 1}, {"vllm-lbhnc", "amx", 32, 1, 1}, {"vllm-nhd", "", 16, 1, 1},
-	{"vllm-bhlnc", "", 32, 1, 1}, {"sglang-layer_first", "", 64, 1, 1}, {"sglang-page_first", "", 64, 1, 1},
-	{"sglang-page_first_direct", "", 32, 1, 1}, {"sglang-page_head", "", 64, 1, 1}, {"trtllm-hnd", "", 32, 1, 1},
-	{"trtllm-nhd", "", 32, 1, 1}, {"trtllm-mla", "", 64, 1, 1}, {"canonical", "", 64, 1, 1},
+	{"vllm-lbhnc", "", 16, 1, 1},
+	{"vllm-lbhnc", "vec", 16, 1, 1},
+	{"vllm-lbhnc", "amx", 32, 1, 1},
+	{"vllm-nhd", "", 16, 1, 1},
+	{"vllm-bhlnc", "", 32, 1, 1},
+	{"sglang-layer_first", "", 64, 1, 1},
+	{"sglang-page_first", "", 64, 1, 1},
+	{"sglang-page_first_direct", "", 32, 1, 1},
+	{"sglang-page_head", "", 64, 1, 1},
+	{"trtllm-hnd", "", 32, 1, 1},
+	{"trtllm-nhd", "", 32, 1, 1},
+	{"trtllm-mla", "", 64, 1, 1},
+	{"canonical", "", 64, 1, 1},
 }
 
 // TestEveryEngineReadsEveryOther: a page written by an engine in one layout at

@@ -35,7 +35,7 @@ func TestAReaderHasARecipeForEachOtherForm(t *testing.T) {
 	r := g.Attach(facts, page, a)
 	assert.Empty(t, r.Recipes())
 	assert.ErrorContains(t, r.Refused(b.Form()), "no engine that writes it")
-	assert.Nil(t, r.Refused(a.Form()))
+	assert.NoError(t, r.Refused(a.Form()))
 
 	g.Learn(ns, []kvwire.Descriptor{b, b, a})
 	require.Len(t, r.Recipes(), 1)
