@@ -19,6 +19,7 @@ import (
 	"membrane/mesh"
 	"membrane/sidecar/disagg"
 	"membrane/sidecar/engineport"
+	"membrane/sidecar/forms"
 	"membrane/sidecar/fragments"
 	"membrane/sidecar/grpcapi"
 	"membrane/sidecar/httpapi"
@@ -122,7 +123,8 @@ func (n *Sidecar) open(keys secrets) error {
 	}
 	n.onClose(n.cache.Close)
 	manifests := &manifests{}
-	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests)); err != nil {
+	known := forms.NewRegistry()
+	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests, known)); err != nil {
 		return err
 	}
 	if n.roles, err = n.newRoles(); err != nil {
@@ -140,7 +142,7 @@ func (n *Sidecar) open(keys secrets) error {
 		return err
 	}
 	n.engines, err = engineport.New(engineport.Config{
-		Node: s.NodeID, Server: "membrane " + n.version, Cache: n.cache, Fill: n.mesh, Keys: keys.api, Tenant: s.EngineTenant,
+		Node: s.NodeID, Server: "membrane " + n.version, Cache: n.cache, Fill: n.mesh, Forms: known, PeerForms: n.mesh, Keys: keys.api, Tenant: s.EngineTenant,
 		UIDs: uids, PageTokens: s.PageTokens, InboxBytes: max(int64(s.Inbox), 1), ClusterKey: keys.cluster, Metrics: n.set, Log: n.log,
 	})
 	if err != nil {
@@ -164,7 +166,7 @@ func (n *Sidecar) open(keys secrets) error {
 	return err
 }
 
-func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config {
+func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests, known *forms.Registry) mesh.Config {
 	s := &n.settings
 	var suffix [4]byte
 	_, _ = rand.Read(suffix[:]) // never fails: crypto/rand ends the process instead
@@ -180,7 +182,7 @@ func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
 		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
 		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache, Manifests: manifests,
+		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors,
 	}
 }
 

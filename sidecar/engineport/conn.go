@@ -49,6 +49,8 @@ type conn struct {
 	pages     []kvwire.PageRef
 	commits   []kvwire.Commit
 	refs      []ref
+	bench     cache.Workbench
+	forms     []kvwire.Form
 }
 
 // closing is an error after which nobody knows where the next frame begins.
