@@ -78,24 +78,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def store(folder: Path) -> Iterator[Store]:
-    s = Store("store", folder, folder, "256MiB")
+def store(logs: Path, folder: Path) -> Iterator[Store]:
+    s = Store("store", logs, folder, "256MiB")
     s.start()
     yield s
     assert s.stop() == []
 
 
 @pytest.fixture(scope="module")
-def small(folder: Path) -> Iterator[Store]:
-    s = Store("small", folder, folder, f"{SMALL_MIB}MiB")
+def small(logs: Path, folder: Path) -> Iterator[Store]:
+    s = Store("small", logs, folder, f"{SMALL_MIB}MiB")
     s.start()
     yield s
     assert s.stop() == []
 
 
 @pytest.fixture(scope="module")
-def lmcache(folder: Path, store: Store, small: Store) -> Iterator[LMCache]:
-    c = LMCache("lmcache", folder)
+def lmcache(logs: Path, store: Store, small: Store) -> Iterator[LMCache]:
+    c = LMCache("lmcache", logs)
     c.start()
     for scheme in SCHEMES:
         for name, at in ((scheme, store), (scheme + "-2", store), (scheme + "-small", small)):
@@ -181,9 +181,9 @@ def test_full_cache_loses_whole_chunks_only(lmcache: LMCache, small: Store, sche
     assert 10 < sum(there) < len(keys) and there[-1]
     if scheme == "redis":
         r = redis.Redis(port=small.ports["redis"])
-        for name, held in zip(lmcache.do("keys", name, keys), there, strict=True):
-            halves = [r.exists(name + half) for half in ("kv_bytes", "metadata")]
-            assert halves == [held, held], name
+        for text, held in zip(lmcache.do("keys", name, keys), there, strict=True):
+            halves = [r.exists(text + half) for half in ("kv_bytes", "metadata")]
+            assert halves == [held, held], text
 
 
 def test_halves_of_a_pair_are_one_object(lmcache: LMCache, store: Store) -> None:
