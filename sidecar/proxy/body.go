@@ -36,22 +36,20 @@ var (
 	}, editedFields...)
 )
 
-var errNotObject = errors.New("the body is not a JSON object")
+var errNotObject = errors.New("the body is not a JSON object, or is nested too deep")
 
 // parseBody finds the fields of interest. It keeps raw. A field that is edited
 // must not be there twice, nor in another letter case: engines differ in which
 // of two they take, and a second cache_salt would undo the first.
 func parseBody(raw []byte) (*body, error) {
 	text := unsafe.String(unsafe.SliceData(raw), len(raw)) // nobody changes raw
-	if !gjson.Valid(text) {
+	if !valid(text) {
 		return nil, errNotObject
 	}
 	object := gjson.Parse(text)
 	if !object.IsObject() {
 		return nil, errNotObject
 	}
-	// gjson leaves the offset 0 for what Parse returns: Raw begins at the brace.
-	base := strings.IndexByte(text, '{')
 	b := &body{raw: raw, empty: true}
 	var err error
 	object.ForEach(func(key, value gjson.Result) bool {
@@ -70,7 +68,7 @@ func parseBody(raw []byte) (*body, error) {
 			err = fmt.Errorf("%q is there twice", name)
 			return false
 		}
-		start := base + value.Index
+		start := value.Index
 		b.members = append(b.members, member{name, value, start, start + len(value.Raw)})
 		return true
 	})

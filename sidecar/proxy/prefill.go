@@ -175,7 +175,7 @@ func (s *Server) ask(ctx context.Context, r *request, one *pod, body []byte) (pa
 // parsePrefillAnswer returns the kv_transfer_params of a completion, "" if it
 // has none.
 func parsePrefillAnswer(answer []byte) (params string, ok bool) {
-	if len(answer) > MaxPrefillAnswer || !gjson.ValidBytes(answer) {
+	if len(answer) > MaxPrefillAnswer || !valid(string(answer)) {
 		return "", false
 	}
 	object := gjson.ParseBytes(answer)

@@ -113,7 +113,7 @@ func failedBy(err error) string {
 
 // parseTokenized reads the answer of /tokenize.
 func parseTokenized(answer []byte) ([]uint32, bool) {
-	if len(answer) > MaxTokenizeAnswer || !gjson.ValidBytes(answer) {
+	if len(answer) > MaxTokenizeAnswer || !valid(string(answer)) {
 		return nil, false
 	}
 	list := gjson.GetBytes(answer, "tokens")
