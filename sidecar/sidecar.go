@@ -167,7 +167,7 @@ func (n *Sidecar) open(keys secrets) error {
 	}
 	n.http, err = httpapi.New(httpapi.Config{
 		NodeID: s.NodeID, Fragments: n.fragments, Disagg: n.disagg, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
-		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
+		Leave: n.leave, InFlight: n.inFlight, MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
 	})
 	if err != nil || n.grpcTCP == nil {
 		return err
@@ -338,6 +338,14 @@ func (n *Sidecar) stop() error {
 		return errors.Join(ErrStopped, err)
 	}
 	return err
+}
+
+// leave lets routers and peers look elsewhere, ahead of a stop.
+func (n *Sidecar) leave() {
+	if n.proxy != nil {
+		n.proxy.Leave()
+		n.mesh.SetTag(tagServe, "")
+	}
 }
 
 // wait returns when nothing is under way, or after limit, or on StopNow.
