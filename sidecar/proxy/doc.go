@@ -22,9 +22,12 @@
 //
 // # Clients and servers
 //
-// The server is fasthttp. The client side is net/http: a request there has a
-// context, and its end closes the connection to the engine, which is how an
-// engine learns to stop. fasthttp's client cannot be cancelled.
+// The server is fasthttp. Requests to the engine use fasthttp's requests and
+// answers on connections of this package's own: fasthttp's client cannot be
+// cancelled, and closing the connection is how an engine learns to stop;
+// net/http's can, but hands every request to two goroutines more, which made
+// what the proxy adds a third larger. Prefills elsewhere, whose time is that of
+// the prompt, use net/http.
 //
 // # Concurrency
 //

@@ -37,39 +37,41 @@ func named(connection, name string) bool {
 	return false
 }
 
-// copyHeaders copies what goes on to the next server. Host and Content-Length
-// are the request's own.
-func copyHeaders(to http.Header, from *fasthttp.RequestHeader) {
+// copyHeaders copies the head of a request that goes on to the next server.
+func copyHeaders(to, from *fasthttp.RequestHeader) {
 	connection := string(from.Peek(fasthttp.HeaderConnection))
+	to.SetNoDefaultContentType(true)
+	to.SetMethodBytes(from.Method())
+	to.SetRequestURIBytes(from.RequestURI()) // as the client wrote it
 	for key, value := range from.All() {
-		name := http.CanonicalHeaderKey(string(key))
-		if name == "Host" || name == "Content-Length" || isHopByHop(name) || named(connection, name) {
-			continue
+		if name := string(key); name != fasthttp.HeaderContentLength && !isHopByHop(name) && !named(connection, name) {
+			to.AddBytesKV(key, value)
 		}
-		to[name] = append(to[name], string(value))
-	}
-	if _, ok := to["User-Agent"]; !ok {
-		to["User-Agent"] = nil // net/http would put in its own
 	}
 }
 
-func deleteHeader(h http.Header, name string) {
-	for key := range h {
-		if strings.EqualFold(key, name) {
-			delete(h, key)
+// legHeaders are those of a request that a prefill pod gets, too.
+func legHeaders(from *fasthttp.RequestHeader) http.Header {
+	var part fasthttp.RequestHeader
+	copyHeaders(&part, from)
+	to := make(http.Header)
+	for key, value := range part.All() {
+		switch name := string(key); name {
+		case "Host", http.CanonicalHeaderKey(prefillerHeader), http.CanonicalHeaderKey(cacheSourceHeader), "Accept-Encoding":
+		default:
+			to[name] = append(to[name], string(value))
 		}
 	}
+	to.Set("Content-Type", "application/json")
+	return to
 }
 
 // copyAnswerHeaders copies an answer's headers to the client.
-func copyAnswerHeaders(to *fasthttp.ResponseHeader, from http.Header) {
-	connection := strings.Join(from["Connection"], ",")
-	for name, values := range from {
-		if name == "Content-Length" || name == loadHeader || isHopByHop(name) || named(connection, name) {
-			continue
-		}
-		for _, v := range values {
-			to.Add(name, v)
+func copyAnswerHeaders(to, from *fasthttp.ResponseHeader) {
+	connection := string(from.Peek(fasthttp.HeaderConnection))
+	for key, value := range from.All() {
+		if name := string(key); name != fasthttp.HeaderContentLength && name != loadHeader && !isHopByHop(name) && !named(connection, name) {
+			to.AddBytesKV(key, value)
 		}
 	}
 }

@@ -7,13 +7,23 @@ import (
 	"encoding/hex"
 	"errors"
 	"io"
+	"net"
 	"net/http"
 	"strconv"
 	"time"
 
 	"github.com/tidwall/gjson"
-	"github.com/valyala/fasthttp"
 )
+
+// newTransport returns connections to prefill pods, which are closed before the
+// other side does: see idleFor.
+func newTransport() *http.Transport {
+	return &http.Transport{
+		DialContext:     (&net.Dialer{Timeout: dialTimeout}).DialContext,
+		MaxIdleConns:    0,
+		IdleConnTimeout: idleFor, MaxIdleConnsPerHost: 256, DisableCompression: true, MaxResponseHeaderBytes: 64 << 10,
+	}
+}
 
 const (
 	attempts     = 2
@@ -140,11 +150,7 @@ func (s *Server) ask(ctx context.Context, r *request, one *pod, body []byte) (pa
 	if err != nil {
 		return "", prefillError
 	}
-	copyHeaders(req.Header, &r.c.Request.Header)
-	for _, name := range []string{prefillerHeader, cacheSourceHeader, fasthttp.HeaderAcceptEncoding, fasthttp.HeaderUserAgent} {
-		deleteHeader(req.Header, name)
-	}
-	req.Header.Set("Content-Type", "application/json")
+	req.Header = legHeaders(&r.c.Request.Header)
 	req.Header.Set(requestIDHeader, r.id)
 	res, err := s.podClient.Do(req)
 	if err != nil {

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"net/http"
 	"net/url"
@@ -42,25 +41,25 @@ func (r route) path() string {
 
 // Server is the serving port.
 type Server struct {
-	cfg             Config
-	engine          *url.URL
-	http            *fasthttp.Server
-	engineTransport *http.Transport
-	podTransport    *http.Transport
-	podClient       *http.Client
-	tokenizer       *tokenizer
-	salts           *salts
-	pods            *pods
-	budget          *budget
-	count           *counters
-	strange         zerolog.Logger // for what others can cause: some lines a minute
-	bodies          *semaphore.Weighted
-	inFlight        atomic.Int64
-	leaving         atomic.Bool // asked to drain; still serves
-	draining        atomic.Bool
-	ctx             context.Context // ends when the server must stop at once
-	cancel          context.CancelFunc
-	wg              sync.WaitGroup
+	cfg       Config
+	engine    *url.URL
+	http      *fasthttp.Server
+	pool      *enginePool
+	transport *http.Transport // to prefill pods and /tokenize
+	podClient *http.Client
+	tokenizer *tokenizer
+	salts     *salts
+	pods      *pods
+	budget    *budget
+	count     *counters
+	strange   zerolog.Logger // for what others can cause: some lines a minute
+	bodies    *semaphore.Weighted
+	inFlight  atomic.Int64
+	leaving   atomic.Bool // asked to drain; still serves
+	draining  atomic.Bool
+	ctx       context.Context // ends when the server must stop at once
+	cancel    context.CancelFunc
+	wg        sync.WaitGroup
 }
 
 // New checks the configuration and returns a server without a listener.
@@ -74,13 +73,13 @@ func New(cfg Config) (*Server, error) {
 		return nil, fmt.Errorf("cannot make the serving proxy with Engine %q: %w", cfg.Engine, err)
 	}
 	s := &Server{
-		cfg: cfg, engine: engine, engineTransport: newTransport(), podTransport: newTransport(), salts: newSalts(cfg.ClusterKey),
+		cfg: cfg, engine: engine, pool: newEnginePool(engine), transport: newTransport(), salts: newSalts(cfg.ClusterKey),
 		pods: newPods(cfg.Pods), budget: newBudget(), count: newCounters(cfg.Metrics), bodies: semaphore.NewWeighted(maxBodies),
 	}
 	noRedirect := func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
-	s.podClient = &http.Client{Transport: s.podTransport, CheckRedirect: noRedirect}
+	s.podClient = &http.Client{Transport: s.transport, CheckRedirect: noRedirect}
 	s.tokenizer = &tokenizer{
-		url: engine.Scheme + "://" + engine.Host + "/tokenize", client: &http.Client{Transport: s.engineTransport, CheckRedirect: noRedirect},
+		url: engine.Scheme + "://" + engine.Host + "/tokenize", client: &http.Client{Transport: s.transport, CheckRedirect: noRedirect},
 		timeout: cfg.tokenizeTimeout, count: s.count, recall: newRecall(recallTokens),
 	}
 	s.strange = cfg.Log.Sample(&zerolog.BurstSampler{Burst: 10, Period: time.Minute})
@@ -146,8 +145,8 @@ func (s *Server) Close(ctx context.Context) error {
 	err := s.http.ShutdownWithContext(ctx)
 	s.cancel()
 	s.wg.Wait()
-	s.engineTransport.CloseIdleConnections()
-	s.podTransport.CloseIdleConnections()
+	s.pool.close()
+	s.transport.CloseIdleConnections()
 	if err != nil {
 		return fmt.Errorf("cannot end the serving port's requests in time: %w", err)
 	}
@@ -224,19 +223,15 @@ func (s *Server) passAs(c *fasthttp.RequestCtx, need auth.Scope) {
 	defer f.rescue()
 	ctx, stop := hangup.Watch(s.ctx, c.Conn())
 	f.stop = stop
-	length := int64(c.Request.Header.ContentLength())
-	var body io.Reader
+	length := c.Request.Header.ContentLength()
 	switch stream := c.RequestBodyStream(); {
-	case length == 0 || length == -2: // -2: no length and no chunks
-		length = 0
+	case length == 0 || length < -1: // no length and no chunks
+		s.forward(ctx, f, nil, nil, 0)
 	case stream != nil:
-		f.up = &upload{c: c, from: stream}
-		body, length = f.up, max(length, -1)
+		s.forward(ctx, f, nil, stream, length)
 	default:
-		b := bytes.Clone(c.Request.Body()) // it may be read when the handler has returned
-		body, length = bytes.NewReader(b), int64(len(b))
+		s.forward(ctx, f, c.Request.Body(), nil, 0)
 	}
-	s.forward(ctx, f, body, length)
 }
 
 // complete serves the two routes whose requests are read.
@@ -292,8 +287,7 @@ func (s *Server) complete(c *fasthttp.RequestCtx, of route) {
 		f.end()
 		return
 	}
-	b := r.local(params)
-	s.forward(ctx, f, bytes.NewReader(b), int64(len(b)))
+	s.forward(ctx, f, r.local(params), nil, 0)
 }
 
 // badRequest answers what fasthttp cannot read.

@@ -1,6 +1,10 @@
 package proxy
 
-import "github.com/tidwall/gjson"
+import (
+	"strings"
+
+	"github.com/tidwall/gjson"
+)
 
 // maxDepth is how deep JSON may be nested: gjson recurses, and a stack without
 // an end ends the process.
@@ -20,12 +24,28 @@ func shallow(text string) bool {
 		case '}', ']':
 			depth--
 		case '"':
-			for i++; i < len(text) && text[i] != '"'; i++ {
-				if text[i] == '\\' {
-					i++
-				}
-			}
+			i = endOfString(text, i+1)
 		}
 	}
 	return true
+}
+
+// endOfString returns the place of the quote that ends a string, whose text
+// begins at i. Most of a long body is one string.
+func endOfString(text string, i int) int {
+	for {
+		n := strings.IndexByte(text[i:], '"')
+		if n < 0 {
+			return len(text)
+		}
+		quote := i + n
+		slashes := 0
+		for slashes < n && text[quote-1-slashes] == '\\' {
+			slashes++
+		}
+		if slashes%2 == 0 {
+			return quote
+		}
+		i = quote + 1
+	}
 }
