@@ -93,14 +93,14 @@ func (b *body) get(name string) gjson.Result {
 // edit is a new value for a field, in JSON.
 type edit struct{ name, value string }
 
-// with returns the body with some fields set; those that are missing are
+// with appends the body with some fields set to dst; those that are missing are
 // appended. All other bytes stay as they are.
-func (b *body) with(edits ...edit) []byte {
+func (b *body) with(dst []byte, edits ...edit) []byte {
 	size := len(b.raw)
 	for _, e := range edits {
 		size += len(e.name) + len(e.value) + 4
 	}
-	out := make([]byte, 0, size)
+	out := slices.Grow(dst, size)
 	at := 0
 	for _, m := range b.members { // in the order of their places
 		for _, e := range edits {

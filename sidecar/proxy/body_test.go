@@ -17,7 +17,7 @@ func edited(t testing.TB, text string, edits ...edit) string {
 	t.Helper()
 	b, err := parseBody([]byte(text))
 	require.NoError(t, err, text)
-	return string(b.with(edits...))
+	return string(b.with(nil, edits...))
 }
 
 func TestEditKeepsAllOtherBytes(t *testing.T) {
@@ -107,7 +107,7 @@ func TestEditIsSurgical(t *testing.T) {
 			first = false
 			fmt.Fprintf(&added, "%q:%s", e.name, e.value)
 		}
-		out := b.with(edits...)
+		out := b.with(nil, edits...)
 		if !json.Valid(out) {
 			t.Fatalf("%s became %s", text, out)
 		}
@@ -120,7 +120,7 @@ func TestEditIsSurgical(t *testing.T) {
 				t.Fatalf("%s: %s is %s", out, e.name, got)
 			}
 		}
-		restored := string(again.with(back...))
+		restored := string(again.with(nil, back...))
 		brace := strings.LastIndexByte(text, '}')
 		if want := text[:brace] + added.String() + text[brace:]; restored != want {
 			t.Fatalf("%q became %q", want, restored)
@@ -147,7 +147,7 @@ func FuzzParseBody(f *testing.F) {
 			if ids, ok := r.ids(); ok {
 				require.LessOrEqual(t, len(ids), r.atMost())
 			}
-			for _, out := range [][]byte{r.local(`{"a":1}`), r.forPrefill("id")} {
+			for _, out := range [][]byte{r.local(nil, `{"a":1}`), r.forPrefill("id")} {
 				again, err := parseBody(out)
 				require.NoError(t, err, "%q became %q", data, out)
 				require.True(t, again.has("kv_transfer_params"))
@@ -155,7 +155,7 @@ func FuzzParseBody(f *testing.F) {
 			legs, err := parseBody(r.forPrefill("id"))
 			require.NoError(t, err)
 			require.Equal(t, prefillLeg, legOf(legs.get("kv_transfer_params")))
-			local, err := parseBody(r.local(""))
+			local, err := parseBody(r.local(nil, ""))
 			require.NoError(t, err)
 			require.Equal(t, `"s"`, local.get("cache_salt").Raw)
 		}

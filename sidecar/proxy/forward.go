@@ -88,6 +88,8 @@ type flight struct {
 	stop  func() // of the watch on the client's connection
 	taken int64  // of s.bodies
 	ended atomic.Bool
+
+	buffers *buffers // while the handler runs
 }
 
 func (f *flight) end() {

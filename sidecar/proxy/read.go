@@ -47,16 +47,19 @@ func (s *Server) receive(f *flight) (b []byte, err error) {
 	if r == nil {
 		return c.Request.Body(), nil
 	}
+	b = (*f.buffers.read)[:0]
 	// One more than announced, so that the end is seen without another round.
-	first := min(max(c.Request.Header.ContentLength(), 4<<10), smallBody) + 1
-	b = make([]byte, 0, first)
+	if first := min(max(c.Request.Header.ContentLength(), 4<<10), smallBody) + 1; cap(b) < first {
+		b = make([]byte, 0, first)
+	}
+	defer func() { f.buffers.keep(f.buffers.read, b) }()
 	for {
 		if len(b) > MaxBody {
 			return nil, fasthttp.ErrBodyTooLarge
 		}
 		if len(b) == cap(b) {
 			n := min(2*cap(b), MaxBody+1)
-			more := int64(n) - f.taken
+			more := max(int64(n)-f.taken, 0)
 			if !s.bodies.TryAcquire(more) {
 				return nil, errManyBodies
 			}

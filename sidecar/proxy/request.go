@@ -132,13 +132,13 @@ func parseIDs(array string) ([]uint32, bool) {
 
 func isSpace(c byte) bool { return c == ' ' || c == '\t' || c == '\n' || c == '\r' }
 
-// local returns the body for this pod's engine.
-func (r *request) local(params string) []byte {
+// local returns the body for this pod's engine, in dst if it has room.
+func (r *request) local(dst []byte, params string) []byte {
 	edits := []edit{{"cache_salt", `"` + r.salt + `"`}}
 	if params != "" {
 		edits = append(edits, edit{"kv_transfer_params", params})
 	}
-	return r.body.with(edits...)
+	return r.body.with(dst[:0], edits...)
 }
 
 // forPrefill returns the body for a prefill pod: one output token, in one piece.
@@ -157,5 +157,5 @@ func (r *request) forPrefill(transferID string) []byte {
 			edits = append(edits, neutral)
 		}
 	}
-	return b.with(edits...)
+	return b.with(nil, edits...)
 }

@@ -241,6 +241,8 @@ func (s *Server) complete(c *fasthttp.RequestCtx, of route) {
 		return
 	}
 	defer f.rescue()
+	f.buffers = takeBuffers()
+	defer f.buffers.give()
 	raw, ok := s.readBody(f)
 	if !ok {
 		return
@@ -287,7 +289,7 @@ func (s *Server) complete(c *fasthttp.RequestCtx, of route) {
 		f.end()
 		return
 	}
-	s.forward(ctx, f, r.local(params), nil, 0)
+	s.forward(ctx, f, f.buffers.keep(f.buffers.write, r.local(*f.buffers.write, params)), nil, 0)
 }
 
 // badRequest answers what fasthttp cannot read.
