@@ -3,6 +3,7 @@ package proxy
 import (
 	"context"
 	"slices"
+	"time"
 
 	"github.com/valyala/fasthttp"
 
@@ -78,10 +79,7 @@ func namedPods(all []*pod, header []byte) (out []*pod) {
 
 // measure finds the prompt's tokens and how many of them are not here.
 func (s *Server) measure(ctx context.Context, r *request) decision {
-	tokens, ok := r.ids()
-	if !ok {
-		tokens, ok = s.tokenizer.tokens(ctx, r, s.authorization(r.c))
-	}
+	tokens, ok := s.tokens(ctx, r, s.cfg.tokenizeTimeout)
 	if !ok {
 		n := r.guess()
 		return decision{prompt: n, lacks: n}
@@ -92,6 +90,17 @@ func (s *Server) measure(ctx context.Context, r *request) decision {
 	}
 	return d
 }
+
+func (s *Server) tokens(ctx context.Context, r *request, timeout time.Duration) ([]uint32, bool) {
+	if tokens, ok := r.ids(); ok {
+		return tokens, true
+	}
+	return s.tokenizer.tokens(ctx, r, timeout, s.authorization(r.c))
+}
+
+// lateTokenize is what a prompt that another pod has prefilled may wait for its
+// tokens, without which its pages cannot be named: less than its prefill.
+const lateTokenize = time.Second
 
 // authorization returns the header for this pod's engine: a key that was ours
 // ends here.

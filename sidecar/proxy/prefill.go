@@ -72,6 +72,11 @@ func (s *Server) prefill(ctx context.Context, r *request, d decision) (params st
 		s.cfg.Log.Debug().Str("request_id", r.id).Str("pod", one.Addr).Stringer("outcome", how).Dur("took", took).Int("prompt", d.prompt).Int("lacks", d.lacks).Msg("prefill elsewhere")
 		if how == prefillOK {
 			s.count.prefillFor.Update(took.Seconds())
+			if d.prefix == nil {
+				if tokens, ok := s.tokens(ctx, r, lateTokenize); ok {
+					d.prefix = s.cfg.Cache.Prefix(r.salt, tokens)
+				}
+			}
 			s.fetch(ctx, d.prefix, one)
 			return params, disaggregated
 		}

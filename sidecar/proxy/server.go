@@ -80,7 +80,7 @@ func New(cfg Config) (*Server, error) {
 	s.podClient = &http.Client{Transport: s.transport, CheckRedirect: noRedirect}
 	s.tokenizer = &tokenizer{
 		url: engine.Scheme + "://" + engine.Host + "/tokenize", client: &http.Client{Transport: s.transport, CheckRedirect: noRedirect},
-		timeout: cfg.tokenizeTimeout, count: s.count, recall: newRecall(recallTokens),
+		count: s.count, recall: newRecall(recallTokens),
 	}
 	s.strange = cfg.Log.Sample(&zerolog.BurstSampler{Burst: 10, Period: time.Minute})
 	s.ctx, s.cancel = context.WithCancel(context.Background())

@@ -19,7 +19,6 @@ import (
 type tokenizer struct {
 	url     string
 	client  *http.Client
-	timeout time.Duration
 	count   *counters
 	recall  *recall
 	noneTil atomic.Int64 // Unix nanoseconds; until then the engine has no such route
@@ -40,7 +39,7 @@ var tokenizeFields = [2][]string{
 
 // tokens returns the tokens of a request's prompt, or false when the engine
 // does not say in time. authorization is passed on.
-func (t *tokenizer) tokens(ctx context.Context, r *request, authorization []string) ([]uint32, bool) {
+func (t *tokenizer) tokens(ctx context.Context, r *request, timeout time.Duration, authorization []string) ([]uint32, bool) {
 	var b bytes.Buffer
 	b.WriteByte('{')
 	for _, name := range tokenizeFields[r.route] {
@@ -60,7 +59,7 @@ func (t *tokenizer) tokens(ctx context.Context, r *request, authorization []stri
 	if time.Now().UnixNano() < t.noneTil.Load() {
 		return nil, false
 	}
-	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	tokens, how := t.ask(ctx, b.Bytes(), authorization)
 	t.count.tokenize[how].Inc()
