@@ -278,6 +278,9 @@ func (s *Settings) validatePhases() error {
 	if s.ServePort < portOff || s.ServePort > 65535 {
 		return bad("serve-port", strconv.Itoa(s.ServePort), "is not between -1 (none) and 65535")
 	}
+	if s.ServePort != portOff && !isLoopback(s.Host) && s.ClusterKeyFile == "" {
+		return bad("serve-port", strconv.Itoa(s.ServePort), "listens beyond loopback, which needs --cluster-key-file (membrane keys cluster), out of which cache salts are made")
+	}
 	if err := proxy.CheckEngineURL(s.EngineURL); err != nil {
 		return bad("engine-url", s.EngineURL, "%v", err)
 	}
