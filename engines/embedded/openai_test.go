@@ -121,7 +121,9 @@ func TestChatRefusesWhatItCannot(t *testing.T) {
 	f("/v1/completions", `{"prompt":"x","max_tokens":1,"min_tokens":2}`, "min_tokens")
 	f("/tokenize", `{`, "unexpected end")
 	f("/tokenize", `{}`, "prompt: is missing")
-	at := func(n int) string { return `{"messages":[` + strings.TrimSuffix(strings.Repeat(`{"role":"u","content":""},`, n), ",") + `]}` }
+	at := func(n int) string {
+		return `{"messages":[` + strings.TrimSuffix(strings.Repeat(`{"role":"u","content":""},`, n), ",") + `]}`
+	}
 	code, _ := sendTo(t, url+"/tokenize", at(maxMessages))
 	assert.Equal(t, 200, code)
 	f("/tokenize", at(maxMessages+1), "are not 1 to")

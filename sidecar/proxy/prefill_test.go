@@ -364,7 +364,7 @@ func TestWithoutTokenizerBytesCount(t *testing.T) {
 		assert.Empty(t, pod.got(), "about 98 tokens")
 		r.do("POST", completionsPath, `{"prompt":"`+strings.Repeat("a", 400)+`"}`)
 		assert.Len(t, pod.got(), 1, "about 100")
-		want := "3" // the last one when the other pod has prefilled
+		want := "3"        // the last one when the other pod has prefilled
 		if how == "none" { // an engine without the route is not asked again
 			want = "1"
 		}

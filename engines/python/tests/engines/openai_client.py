@@ -25,7 +25,9 @@ def collect(kind: str, chunks: Any) -> dict[str, Any]:
             out["cached"] = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         for choice in v["choices"]:
             part = choice.get("delta") or choice.get("message") or {}
-            out["text"] += (choice.get("text") if kind == "completions" else part.get("content")) or ""
+            out["text"] += (
+                choice.get("text") if kind == "completions" else part.get("content")
+            ) or ""
             out["tokens"] += choice.get("token_ids") or []
             if choice.get("finish_reason"):
                 out["finish"].append(choice["finish_reason"])

@@ -64,7 +64,8 @@ def ready(cluster: Cluster) -> None:
 
     def attached() -> bool:
         return all(
-            len(s.status().get("engines", {}).get("engines", [])) == 1 for s in (cluster.a, cluster.b)
+            len(s.status().get("engines", {}).get("engines", [])) == 1
+            for s in (cluster.a, cluster.b)
         )
 
     eventually(lambda: cluster.b.knows(cluster.a), "that the sidecars meet")
@@ -79,7 +80,7 @@ def text(cluster: Cluster, size: int) -> str:
 
 
 def disaggregated(cluster: Cluster) -> float:
-    return cluster.b.metric('membrane_proxy_decisions_total{reason="disaggregated"}')
+    return float(cluster.b.metric('membrane_proxy_decisions_total{reason="disaggregated"}'))
 
 
 def prompt_of(kind: str, prompt: str) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def prompt_of(kind: str, prompt: str) -> dict[str, Any]:
 
 
 def computed(engine: Engine) -> float:
-    return engine.metric("vllm:prompt_tokens_total")
+    return float(engine.metric("vllm:prompt_tokens_total"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -154,7 +155,10 @@ def test_prefill_pod_dies_meanwhile(cluster: Cluster, client: Client) -> None:
     thread = threading.Thread(
         target=lambda: got.append(
             client.ask(
-                cluster.serve_b, "completions", **body, stream=True,
+                cluster.serve_b,
+                "completions",
+                **body,
+                stream=True,
                 stream_options={"include_usage": True},
             )
         )
@@ -174,5 +178,7 @@ def test_prefill_pod_dies_meanwhile(cluster: Cluster, client: Client) -> None:
     assert got[0]["finish"] == ["length"]
     assert cluster.b.metric(failed) == before + 1
     eventually(lambda: cluster.b.knows(cluster.a), "that the sidecars meet again")
-    eventually(lambda: len(cluster.a.status()["engines"]["engines"]) == 1, "that A's engine is back")
+    eventually(
+        lambda: len(cluster.a.status()["engines"]["engines"]) == 1, "that A's engine is back"
+    )
     quiet(cluster.engine_a)
