@@ -74,6 +74,7 @@ other pods hold, and hands them to the engine before it would compute them again
 		newEngineCommand(),
 		newClientCommand(),
 		newClusterStatusCommand(),
+		newDrainCommand(),
 		newKeysCommand(),
 		newDoctorCommand(),
 		newDemoCommand(),
