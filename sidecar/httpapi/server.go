@@ -90,7 +90,7 @@ type Server struct {
 	cfg      Config
 	http     *fasthttp.Server
 	router   *router.Router
-	other    *endpoint // of requests that no route takes
+	other    *endpoint   // of requests that no route takes
 	leaving  atomic.Bool // POST /drain: not ready, serves on
 	draining atomic.Bool
 	inFlight atomic.Int64
