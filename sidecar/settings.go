@@ -50,7 +50,7 @@ type Settings struct {
 	APIKeyFile       string
 	DrainTimeout     Seconds
 	Role             string
-	PrefillRatio     float64
+	PrefillRatio     Ratio
 	HandleTTL        Seconds
 	GRPCPort         int // portOff: none
 	ServePort        int // portOff: none
@@ -148,7 +148,7 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	str(&s.APIKeyFile, "api-key-file", "", "file with entries of membrane keys generate")
 	value(&s.DrainTimeout, "drain-timeout", "longest wait for what is under way, at SIGTERM")
 	str(&s.Role, "role", "", "what this node serves: prefill, decode, both, or auto (it and the other auto nodes share the two)")
-	flags.Float64Var(&s.PrefillRatio, "prefill-ratio", s.PrefillRatio, usage("prefill-ratio", "part of the auto nodes that prefill, 0 to 1; at least one of each phase"))
+	value(&s.PrefillRatio, "prefill-ratio", "part of the auto nodes that prefill, 0 to 1, or 'auto': it follows the lengths of their queues; at least one of each phase")
 	integer(&s.GRPCPort, "grpc-port", "", "port for gRPC on --host, 0 for any free one, -1 for none")
 	integer(&s.ServePort, "serve-port", "", "port on --host for OpenAI's API in front of this pod's engine, 0 for any free one, -1 for none")
 	str(&s.EngineURL, "engine-url", "", "where this pod's engine serves OpenAI's API")
@@ -291,8 +291,8 @@ func (s *Settings) validatePhases() error {
 	if err := roles.Check(s.Role); err != nil {
 		return bad("role", s.Role, "%v", err)
 	}
-	if !(s.PrefillRatio >= 0 && s.PrefillRatio <= 1) {
-		return bad("prefill-ratio", strconv.FormatFloat(s.PrefillRatio, 'g', -1, 64), "is not between 0 and 1")
+	if r := s.PrefillRatio; r != RatioAuto && !(r >= 0 && r <= 1) {
+		return bad("prefill-ratio", r.String(), "is not between 0 and 1")
 	}
 	if s.GRPCPort < portOff || s.GRPCPort > 65535 {
 		return bad("grpc-port", strconv.Itoa(s.GRPCPort), "is not between -1 (none) and 65535")

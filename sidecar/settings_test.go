@@ -182,7 +182,7 @@ func TestRefusedSettings(t *testing.T) {
 	f("prefill-timeout", "999ms", "between 1s and 1h", func(s *Settings) { s.PrefillTimeout = Seconds(999 * time.Millisecond) })
 	f("serve-max", "0", "between 1 and 65536", func(s *Settings) { s.ServeMax = 0 })
 	f("handle-ttl", "2h0m0s", "between 1s and 1h0m0s", func(s *Settings) { s.HandleTTL = Seconds(2 * time.Hour) })
-	f("prefill-ratio", "NaN", "between 0 and 1", func(s *Settings) { s.PrefillRatio = math.NaN() })
+	f("prefill-ratio", "NaN", "between 0 and 1", func(s *Settings) { s.PrefillRatio = Ratio(math.NaN()) })
 	f("log-level", "loud", "debug, info", func(s *Settings) { s.LogLevel = "loud" })
 	f("log-format", "xml", "text or json", func(s *Settings) { s.LogFormat = "xml" })
 

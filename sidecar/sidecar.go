@@ -40,6 +40,7 @@ type Sidecar struct {
 	cache     *cache.Cache
 	mesh      *mesh.Mesh
 	roles     *roles.Keeper
+	queues    queues
 	engines   *engineport.Server
 	fragments *fragments.Service
 	disagg    *disagg.Service
@@ -202,7 +203,7 @@ func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests, known *form
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
 		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertised(n.httpTCP),
 		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors,
+		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors, Queues: n.ownQueues,
 	}
 }
 

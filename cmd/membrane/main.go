@@ -73,6 +73,7 @@ other pods hold, and hands them to the engine before it would compute them again
 		newServeCommand(),
 		newEngineCommand(),
 		newClientCommand(),
+		newDisaggCommand(),
 		newClusterStatusCommand(),
 		newDrainCommand(),
 		newKeysCommand(),

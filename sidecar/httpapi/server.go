@@ -49,10 +49,19 @@ type Peer struct {
 	RoleSince string `json:"role_since,omitempty"`
 	RoleWhy   string `json:"role_why,omitempty"`
 	// RoleNext is set while the node drains the phase that it gives up.
-	RoleNext string  `json:"role_next,omitempty"`
-	Version  string  `json:"version"`
-	RTTMS    float64 `json:"rtt_ms"`
-	Pages    int     `json:"pages"`
+	RoleNext string `json:"role_next,omitempty"`
+	// Queues is how many requests wait there; of others only where the ratio of
+	// roles follows it.
+	Queues  *Queues `json:"queues,omitempty"`
+	Version string  `json:"version"`
+	RTTMS   float64 `json:"rtt_ms"`
+	Pages   int     `json:"pages"`
+}
+
+// Queues are how many requests of each phase wait.
+type Queues struct {
+	Prefill int `json:"prefill"`
+	Decode  int `json:"decode"`
 }
 
 // Peers is the answer of /peers: the other nodes, and this one.
