@@ -109,7 +109,7 @@ var vectorParser = map[string]string{
 	"reserve": "reserve", "reserve_answer": "reservations", "commit": "commit", "commit_answer": "committed",
 	"drop": "handle", "read": "read", "page": "page", "challenge": "challenge", "challenge_answer": "challenge_answer",
 	"batch_read": "batch_read", "manifest_request": "manifest_request", "manifest_answer": "manifest_answer",
-	"forms": "forms",
+	"forms":         "forms",
 	"manifest_wait": "manifest_request", "await": "await", "await_answer": "await_answer", "queues_answer": "queues",
 }
 
