@@ -260,7 +260,7 @@ func (s *session) request() error {
 	}
 	arrived := time.Now()
 	switch h.Type {
-	case kvwire.TypeBatchRead, kvwire.TypeDirectory, kvwire.TypeCheck, kvwire.TypeManifest, kvwire.TypeAwait, kvwire.TypeQueues:
+	case kvwire.TypeBatchRead, kvwire.TypeDirectory, kvwire.TypeCheck, kvwire.TypeManifest, kvwire.TypeAwait, kvwire.TypeQueues, kvwire.TypeForms:
 	default:
 		return s.refuse(h.ID, kvwire.Errorf(kvwire.CodeBadField, "type", "a %s frame is not for the data port", h.Type))
 	}
@@ -277,6 +277,8 @@ func (s *session) request() error {
 		return s.directory(h.ID, body)
 	case kvwire.TypeManifest:
 		return s.manifest(h.ID, body)
+	case kvwire.TypeForms:
+		return s.forms(h.ID, body)
 	case kvwire.TypeQueues:
 		return s.queues(h.ID)
 	}

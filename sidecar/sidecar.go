@@ -19,9 +19,12 @@ import (
 	"membrane/mesh"
 	"membrane/sidecar/disagg"
 	"membrane/sidecar/engineport"
+	"membrane/sidecar/forms"
 	"membrane/sidecar/fragments"
 	"membrane/sidecar/grpcapi"
 	"membrane/sidecar/httpapi"
+	"membrane/sidecar/lm"
+	"membrane/sidecar/proxy"
 	"membrane/sidecar/resp"
 	"membrane/sidecar/roles"
 )
@@ -43,10 +46,13 @@ type Sidecar struct {
 	disagg    *disagg.Service
 	http      *httpapi.Server
 	resp      *resp.Server    // nil without a listener
+	lm        *lm.Server      // nil without a listener
 	grpc      *grpcapi.Server // nil without a listener
+	proxy     *proxy.Server   // nil without a listener
 
 	httpTCP                     net.Listener
 	engineTCP, respTCP, grpcTCP net.Listener // may be nil
+	lmTCP, serveTCP             net.Listener // may be nil
 	httpUnix, engineSocket      *net.UnixListener
 
 	ready chan struct{}
@@ -107,11 +113,20 @@ func (n *Sidecar) open(keys secrets) error {
 		}
 		n.onClose(n.respTCP.Close)
 	}
+	if err = n.listenLM(); err != nil {
+		return err
+	}
 	if n.grpcTCP, err = listenGRPC(s); err != nil {
 		return err
 	}
 	if n.grpcTCP != nil {
 		n.onClose(n.grpcTCP.Close)
+	}
+	if n.serveTCP, err = listenServe(s); err != nil {
+		return err
+	}
+	if n.serveTCP != nil {
+		n.onClose(n.serveTCP.Close)
 	}
 	if n.engineSocket, err = listenSocket(s, n.log); err != nil {
 		return err
@@ -123,7 +138,8 @@ func (n *Sidecar) open(keys secrets) error {
 	}
 	n.onClose(n.cache.Close)
 	manifests := &manifests{}
-	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests)); err != nil {
+	known := forms.NewRegistry()
+	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests, known)); err != nil {
 		return err
 	}
 	if n.roles, err = n.newRoles(); err != nil {
@@ -141,7 +157,7 @@ func (n *Sidecar) open(keys secrets) error {
 		return err
 	}
 	n.engines, err = engineport.New(engineport.Config{
-		Node: s.NodeID, Server: "membrane " + n.version, Cache: n.cache, Fill: n.mesh, Keys: keys.api, Tenant: s.EngineTenant,
+		Node: s.NodeID, Server: "membrane " + n.version, Cache: n.cache, Fill: n.mesh, Forms: known, PeerForms: n.mesh, Keys: keys.api, Tenant: s.EngineTenant,
 		UIDs: uids, PageTokens: s.PageTokens, InboxBytes: max(int64(s.Inbox), 1), ClusterKey: keys.cluster, Metrics: n.set, Log: n.log,
 	})
 	if err != nil {
@@ -154,9 +170,15 @@ func (n *Sidecar) open(keys secrets) error {
 		}
 		n.onClose(n.resp.Close)
 	}
+	if err = n.openLM(); err != nil {
+		return err
+	}
+	if err = n.openProxy(keys); err != nil {
+		return err
+	}
 	n.http, err = httpapi.New(httpapi.Config{
 		NodeID: s.NodeID, Fragments: n.fragments, Disagg: n.disagg, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
-		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
+		Leave: n.leave, InFlight: n.inFlight, MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
 	})
 	if err != nil || n.grpcTCP == nil {
 		return err
@@ -165,7 +187,7 @@ func (n *Sidecar) open(keys secrets) error {
 	return err
 }
 
-func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config {
+func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests, known *forms.Registry) mesh.Config {
 	s := &n.settings
 	var suffix [4]byte
 	_, _ = rand.Read(suffix[:]) // never fails: crypto/rand ends the process instead
@@ -179,15 +201,15 @@ func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config
 	}
 	return mesh.Config{
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
-		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
+		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertised(n.httpTCP),
 		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache, Manifests: manifests, Queues: n.ownQueues,
+		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors, Queues: n.ownQueues,
 	}
 }
 
-// advertisedHTTP returns where others reach the HTTP port.
-func (n *Sidecar) advertisedHTTP() string {
-	host, port, _ := net.SplitHostPort(n.httpTCP.Addr().String())
+// advertised returns where others reach a listener.
+func (n *Sidecar) advertised(l net.Listener) string {
+	host, port, _ := net.SplitHostPort(l.Addr().String())
 	if ip := net.ParseIP(host); ip != nil && ip.IsUnspecified() {
 		host = n.settings.AdvertiseHost
 		if host == "" { // then gossip is on loopback, and so are all who hear of it
@@ -228,7 +250,7 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	if err := n.mesh.Start(start); err != nil {
 		return errors.Join(err, n.close())
 	}
-	if err := errors.Join(n.engines.ServeSocket(n.engineSocket), n.serveEngines(), n.serveRESP()); err != nil {
+	if err := errors.Join(n.engines.ServeSocket(n.engineSocket), n.serveEngines(), n.serveRESP(), n.serveLM()); err != nil {
 		return errors.Join(err, n.mesh.Close(start), n.close())
 	}
 	n.http.Serve(n.httpTCP)
@@ -237,6 +259,9 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	}
 	if n.grpc != nil {
 		n.grpc.Serve(n.grpcTCP)
+	}
+	if n.proxy != nil {
+		n.proxy.Serve(n.serveTCP)
 	}
 	n.banner()
 	close(n.ready)
@@ -283,9 +308,15 @@ func (n *Sidecar) stop() error {
 	if n.grpc != nil {
 		n.grpc.Drain()
 	}
+	if n.proxy != nil {
+		n.proxy.Drain()
+	}
 	n.engines.Drain()
 	if n.resp != nil {
 		n.resp.Drain()
+	}
+	if n.lm != nil {
+		n.lm.Drain()
 	}
 	drained, now := n.wait(limit)
 	if !drained {
@@ -310,12 +341,25 @@ func (n *Sidecar) stop() error {
 			err = errors.Join(err, e)
 		}
 	}
+	if n.proxy != nil {
+		if e := n.proxy.Close(ctx); e != nil && !now {
+			err = errors.Join(err, e)
+		}
+	}
 	err = errors.Join(err, n.close())
 	n.log.Info().Dur("took", time.Since(began)).Bool("drained", drained).Msg("stopped")
 	if now {
 		return errors.Join(ErrStopped, err)
 	}
 	return err
+}
+
+// leave lets routers and peers look elsewhere, ahead of a stop.
+func (n *Sidecar) leave() {
+	if n.proxy != nil {
+		n.proxy.Leave()
+		n.mesh.SetTag(tagServe, "")
+	}
 }
 
 // wait returns when nothing is under way, or after limit, or on StopNow.
@@ -343,8 +387,14 @@ func (n *Sidecar) inFlight() int {
 	if n.resp != nil {
 		all += n.resp.InFlight()
 	}
+	if n.lm != nil {
+		all += n.lm.InFlight()
+	}
 	if n.grpc != nil {
 		all += n.grpc.InFlight()
+	}
+	if n.proxy != nil {
+		all += n.proxy.InFlight()
 	}
 	return all
 }
@@ -359,7 +409,9 @@ type Addresses struct {
 	EngineSocket string `json:"engine_socket"`
 	EngineAddr   string `json:"engine_addr,omitempty"`
 	RESP         string `json:"resp,omitempty"`
+	LM           string `json:"lm,omitempty"`
 	GRPC         string `json:"grpc,omitempty"`
+	Serve        string `json:"serve,omitempty"`
 	Data         string `json:"data"`
 	Gossip       string `json:"gossip"`
 }
@@ -380,8 +432,14 @@ func (n *Sidecar) Addresses() Addresses {
 	if n.respTCP != nil {
 		a.RESP = n.respTCP.Addr().String()
 	}
+	if n.lmTCP != nil {
+		a.LM = n.lmTCP.Addr().String()
+	}
 	if n.grpcTCP != nil {
 		a.GRPC = n.grpcTCP.Addr().String()
+	}
+	if n.serveTCP != nil {
+		a.Serve = n.serveTCP.Addr().String()
 	}
 	return a
 }
@@ -395,11 +453,17 @@ func (n *Sidecar) banner() {
 	if a.GRPC != "" {
 		e = e.Str("grpc", a.GRPC)
 	}
+	if a.Serve != "" {
+		e = e.Str("serve", a.Serve).Str("engine_url", s.EngineURL).Int("prefill_threshold", s.PrefillThreshold)
+	}
 	if a.HTTPSocket != "" {
 		e = e.Str("http_socket", a.HTTPSocket)
 	}
 	if a.RESP != "" {
 		e = e.Str("resp", a.RESP)
+	}
+	if a.LM != "" {
+		e = e.Str("lm", a.LM)
 	}
 	if len(s.Peers)+len(s.Join) > 0 {
 		e = e.Strs("peers", append(append([]string(nil), s.Peers...), s.Join...))
