@@ -134,11 +134,27 @@ func (p *prefix) At(pod string) int {
 	return 0
 }
 
+// Follow takes the pages as the pod's connector commits them, a step of its
+// engine at a time.
+func (p *prefix) Follow(ctx context.Context, pod string) {
+	first, want := p.here, p.want()
+	if first < len(want) {
+		p.n.mesh.Follow(ctx, mesh.FillRequest{
+			Space: p.model.Space, Form: p.model.Form, Shards: p.model.Shards, Hashes: want[first:min(len(want), first+kvwire.MaxBatch)], From: pod,
+		}, func(pages int) { p.here = first + pages })
+	}
+}
+
+// want returns the pages that there is room for beside what others need.
+func (p *prefix) want() []kvwire.Hash {
+	room := int(p.n.cache.Arena().Size() / 4 / max(p.model.PageBytes, 1))
+	return p.hashes[:min(len(p.hashes), room)]
+}
+
 // Fetch asks the pod again while pages are on their way from its engine to its
 // cache. What does not fit beside what others need stays where it is.
 func (p *prefix) Fetch(ctx context.Context, pod string) int {
-	room := int(p.n.cache.Arena().Size() / 4 / max(p.model.PageBytes, 1))
-	want := p.hashes[:min(len(p.hashes), room)]
+	want := p.want()
 	pause, last := fetchPause, time.Now()
 	for p.here < len(want) {
 		batch := want[p.here:min(len(want), p.here+kvwire.MaxBatch)]

@@ -3,6 +3,7 @@ package sidecar
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"membrane/mesh"
@@ -13,6 +14,8 @@ import (
 // follows them with --prefill-ratio auto.
 type queues struct {
 	balance *roles.Balance // nil with a fixed ratio
+	scraper *roles.Scraper // of the engine behind --engine-url; may be nil
+	engine  atomic.Int64   // requests that wait there, at the last look
 
 	mu     sync.Mutex
 	others map[string]mesh.Queues // by mesh name, of the last measurement
@@ -25,6 +28,10 @@ const queueTime = time.Second
 func (n *Sidecar) newBalance() {
 	if n.settings.Role == roles.Auto && n.settings.PrefillRatio == RatioAuto {
 		n.queues.balance = roles.NewBalance(roles.BalanceConfig{Measure: n.measureQueues})
+		if n.settings.ServePort != portOff || n.settings.sources["engine-url"] != "" {
+			n.queues.scraper = roles.NewScraper(n.settings.EngineURL)
+			n.onClose(func() error { n.queues.scraper.Close(); return nil })
+		}
 	}
 }
 
@@ -44,18 +51,37 @@ func (n *Sidecar) ratioWhy() string {
 	return ""
 }
 
-// ownQueues returns how many requests wait on this node.
+// ownQueues returns how many requests wait on this node: for the embedded
+// engine, and in the engine behind --engine-url, where what waits is counted for
+// the phase that the node serves.
 func (n *Sidecar) ownQueues() (prefill, decode int) {
-	if n.disagg == nil {
-		return 0, 0
+	if n.disagg != nil {
+		prefill, decode = n.disagg.Waiting()
 	}
-	return n.disagg.Waiting()
+	if n.roles != nil && n.roles.State().Role == roles.RoleDecode {
+		return prefill, decode + int(n.queues.engine.Load())
+	}
+	return prefill + int(n.queues.engine.Load()), decode
+}
+
+// lookAtEngine asks the engine how many requests wait in it. One that does not
+// say counts as empty.
+func (n *Sidecar) lookAtEngine(ctx context.Context) {
+	if n.queues.scraper == nil {
+		return
+	}
+	waiting, err := n.queues.scraper.Waiting(ctx)
+	if err != nil {
+		n.log.Debug().Err(err).Msg("cannot read the engine's queue")
+	}
+	n.queues.engine.Store(int64(waiting))
 }
 
 // measureQueues asks the live auto nodes for their queues, all at once.
 func (n *Sidecar) measureQueues(ctx context.Context) (out []roles.Measured) {
 	ctx, cancel := context.WithTimeout(ctx, queueTime)
 	defer cancel()
+	n.lookAtEngine(ctx)
 	var mu sync.Mutex
 	var asked sync.WaitGroup
 	others := make(map[string]mesh.Queues)

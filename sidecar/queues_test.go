@@ -3,6 +3,9 @@ package sidecar
 import (
 	"bytes"
 	"context"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -50,6 +53,36 @@ func TestQueuesOfAutoNodesAreMeasuredAndShown(t *testing.T) {
 	assert.NotContains(t, status["role"], "prefill_ratio")
 	assert.Empty(t, fixed.ratioWhy())
 	assert.InDelta(t, 0.5, fixed.prefillRatio(), 0)
+}
+
+// What waits in an engine is counted for the phase that its node serves, and
+// other nodes learn of it.
+func TestQueuesOfTheEngineAreCounted(t *testing.T) {
+	t.Parallel()
+	engine := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/metrics" {
+			fmt.Fprintln(w, `vllm:num_requests_waiting{model_name="m"} 6`)
+		}
+	}))
+	t.Cleanup(engine.Close)
+	s := testSettings(t, "a")
+	s.Role, s.PrefillRatio, s.ServePort, s.EngineURL = roles.Auto, RatioAuto, 0, engine.URL
+	a := run(t, s)
+	s = testSettings(t, "b")
+	s.Role, s.PrefillRatio, s.Peers = roles.Auto, RatioAuto, List{a.Addresses().HTTP}
+	b := run(t, s)
+	a.measureQueues(context.Background())
+	prefill, decode := a.ownQueues()
+	assert.Equal(t, []int{6, 0}, []int{prefill, decode})
+	require.Eventually(t, func() bool {
+		q, ok := b.queues.of(a.mesh.Name())
+		b.measureQueues(context.Background())
+		return ok && q.Prefill == 6
+	}, timeout, tick)
+	engine.Close()
+	a.measureQueues(context.Background())
+	prefill, _ = a.ownQueues()
+	assert.Zero(t, prefill, "an engine that is gone has no queue")
 }
 
 func TestRatiosAreRead(t *testing.T) {

@@ -62,6 +62,9 @@ type Prefix interface {
 	Here() int
 	// At returns how many the pod of that name seems to hold.
 	At(pod string) int
+	// Follow loads pages as the pod's engine makes them, until all are here or
+	// ctx ends.
+	Follow(ctx context.Context, pod string)
 	// Fetch loads what this node lacks and the pod has into the cache, by the
 	// end of ctx, and returns how many leading tokens are here then.
 	Fetch(ctx context.Context, pod string) int

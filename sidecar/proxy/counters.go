@@ -14,6 +14,7 @@ type counters struct {
 	prefillFor *metrics.PrometheusHistogram
 	fetchFor   *metrics.PrometheusHistogram
 	fetched    *metrics.Counter
+	followed   *metrics.Counter // tokens that came while the pod still prefilled
 	retries    *metrics.Counter
 	noBudget   *metrics.Counter
 	gone       *metrics.Counter
@@ -33,6 +34,7 @@ func newCounters(set *metrics.Set) *counters {
 		prefillFor: set.NewPrometheusHistogram("membrane_proxy_prefill_duration_seconds"),
 		fetchFor:   set.NewPrometheusHistogram("membrane_proxy_fetch_duration_seconds"),
 		fetched:    set.NewCounter("membrane_proxy_fetched_tokens_total"),
+		followed:   set.NewCounter("membrane_proxy_followed_tokens_total"),
 		retries:    set.NewCounter("membrane_proxy_prefill_retries_total"),
 		noBudget:   set.NewCounter("membrane_proxy_prefill_retries_refused_total"),
 		gone:       set.NewCounter("membrane_proxy_client_gone_total"),

@@ -162,13 +162,14 @@ func hang(_ http.ResponseWriter, r *http.Request, _ []byte) { <-r.Context().Done
 
 // fakeCache holds what it is told.
 type fakeCache struct {
-	mu      sync.Mutex
-	here    int
-	at      map[string]int
-	none    bool // no engine has registered
-	full    bool
-	fetched []string
-	salts   []string
+	mu       sync.Mutex
+	here     int
+	at       map[string]int
+	none     bool // no engine has registered
+	full     bool
+	fetched  []string
+	followed []string
+	salts    []string
 }
 
 func (c *fakeCache) Prefix(salt string, tokens []uint32) Prefix {
@@ -202,6 +203,13 @@ func (p *fakePrefix) At(pod string) int {
 	p.c.mu.Lock()
 	defer p.c.mu.Unlock()
 	return p.c.at[pod]
+}
+
+func (p *fakePrefix) Follow(ctx context.Context, pod string) {
+	p.c.mu.Lock()
+	p.c.followed = append(p.c.followed, pod)
+	p.c.mu.Unlock()
+	<-ctx.Done()
 }
 
 func (p *fakePrefix) Fetch(_ context.Context, pod string) int {

@@ -66,7 +66,9 @@ func (s *Server) prefill(ctx context.Context, r *request, d decision) (params st
 			limit = began.Add(time.Until(until) / 2)
 		}
 		var how outcome
+		follow := s.follow(ctx, d.prefix, one)
 		params, how = s.attempt(ctx, r, one, body, limit)
+		follow()
 		s.count.prefills[how].Inc()
 		took := time.Since(began)
 		s.cfg.Log.Debug().Str("request_id", r.id).Str("pod", one.Addr).Stringer("outcome", how).Dur("took", took).Int("prompt", d.prompt).Int("lacks", d.lacks).Msg("prefill elsewhere")
@@ -210,6 +212,26 @@ func (p *pod) learn(h http.Header) {
 	}
 	if n, err := strconv.ParseUint(h.Get("Retry-After"), 10, 16); err == nil {
 		p.busyTil.Store(time.Now().Add(min(time.Duration(n)*time.Second, maxBusy)).UnixNano())
+	}
+}
+
+// follow loads pages that the pod makes as they are there, so that few are left
+// when it has answered. stop ends that, and returns when it has ended.
+func (s *Server) follow(ctx context.Context, prefix Prefix, one *pod) (stop func()) {
+	if prefix == nil || one.Name == "" {
+		return func() {}
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.cfg.PrefillTimeout)
+	ended := make(chan struct{})
+	before := prefix.Here()
+	go func() {
+		defer close(ended)
+		prefix.Follow(ctx, one.Name)
+	}()
+	return func() {
+		cancel()
+		<-ended
+		s.count.followed.Add(max(0, prefix.Here()-before))
 	}
 }
 

@@ -49,6 +49,7 @@ func TestLongPromptIsPrefilledElsewhere(t *testing.T) {
 		assert.Equal(t, map[string]any{"remote_engine_id": "e", "remote_block_ids": []any{1.0, 2.0}}, own.field(t, "kv_transfer_params"), "the prefill's answer goes to the decode")
 		assert.Equal(t, "req-1", own.header.Get("X-Request-Id"))
 		assert.Equal(t, []string{"p"}, r.cache.fetched, "pages are here before the engine asks")
+		assert.Equal(t, []string{"p"}, r.cache.followed, "and were taken while the pod prefilled")
 		assert.Equal(t, own.field(t, "cache_salt"), r.cache.salts[0])
 		r.idle()
 	}
