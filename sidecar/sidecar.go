@@ -23,6 +23,8 @@ import (
 	"membrane/sidecar/fragments"
 	"membrane/sidecar/grpcapi"
 	"membrane/sidecar/httpapi"
+	"membrane/sidecar/lm"
+	"membrane/sidecar/proxy"
 	"membrane/sidecar/resp"
 	"membrane/sidecar/roles"
 )
@@ -38,15 +40,19 @@ type Sidecar struct {
 	cache     *cache.Cache
 	mesh      *mesh.Mesh
 	roles     *roles.Keeper
+	queues    queues
 	engines   *engineport.Server
 	fragments *fragments.Service
 	disagg    *disagg.Service
 	http      *httpapi.Server
 	resp      *resp.Server    // nil without a listener
+	lm        *lm.Server      // nil without a listener
 	grpc      *grpcapi.Server // nil without a listener
+	proxy     *proxy.Server   // nil without a listener
 
 	httpTCP                     net.Listener
 	engineTCP, respTCP, grpcTCP net.Listener // may be nil
+	lmTCP, serveTCP             net.Listener // may be nil
 	httpUnix, engineSocket      *net.UnixListener
 
 	ready chan struct{}
@@ -107,11 +113,20 @@ func (n *Sidecar) open(keys secrets) error {
 		}
 		n.onClose(n.respTCP.Close)
 	}
+	if err = n.listenLM(); err != nil {
+		return err
+	}
 	if n.grpcTCP, err = listenGRPC(s); err != nil {
 		return err
 	}
 	if n.grpcTCP != nil {
 		n.onClose(n.grpcTCP.Close)
+	}
+	if n.serveTCP, err = listenServe(s); err != nil {
+		return err
+	}
+	if n.serveTCP != nil {
+		n.onClose(n.serveTCP.Close)
 	}
 	if n.engineSocket, err = listenSocket(s, n.log); err != nil {
 		return err
@@ -155,9 +170,15 @@ func (n *Sidecar) open(keys secrets) error {
 		}
 		n.onClose(n.resp.Close)
 	}
+	if err = n.openLM(); err != nil {
+		return err
+	}
+	if err = n.openProxy(keys); err != nil {
+		return err
+	}
 	n.http, err = httpapi.New(httpapi.Config{
 		NodeID: s.NodeID, Fragments: n.fragments, Disagg: n.disagg, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
-		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
+		Leave: n.leave, InFlight: n.inFlight, MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
 	})
 	if err != nil || n.grpcTCP == nil {
 		return err
@@ -180,15 +201,15 @@ func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests, known *form
 	}
 	return mesh.Config{
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
-		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
+		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertised(n.httpTCP),
 		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors,
+		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors, Queues: n.ownQueues,
 	}
 }
 
-// advertisedHTTP returns where others reach the HTTP port.
-func (n *Sidecar) advertisedHTTP() string {
-	host, port, _ := net.SplitHostPort(n.httpTCP.Addr().String())
+// advertised returns where others reach a listener.
+func (n *Sidecar) advertised(l net.Listener) string {
+	host, port, _ := net.SplitHostPort(l.Addr().String())
 	if ip := net.ParseIP(host); ip != nil && ip.IsUnspecified() {
 		host = n.settings.AdvertiseHost
 		if host == "" { // then gossip is on loopback, and so are all who hear of it
@@ -229,7 +250,7 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	if err := n.mesh.Start(start); err != nil {
 		return errors.Join(err, n.close())
 	}
-	if err := errors.Join(n.engines.ServeSocket(n.engineSocket), n.serveEngines(), n.serveRESP()); err != nil {
+	if err := errors.Join(n.engines.ServeSocket(n.engineSocket), n.serveEngines(), n.serveRESP(), n.serveLM()); err != nil {
 		return errors.Join(err, n.mesh.Close(start), n.close())
 	}
 	n.http.Serve(n.httpTCP)
@@ -238,6 +259,9 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	}
 	if n.grpc != nil {
 		n.grpc.Serve(n.grpcTCP)
+	}
+	if n.proxy != nil {
+		n.proxy.Serve(n.serveTCP)
 	}
 	n.banner()
 	close(n.ready)
@@ -284,9 +308,15 @@ func (n *Sidecar) stop() error {
 	if n.grpc != nil {
 		n.grpc.Drain()
 	}
+	if n.proxy != nil {
+		n.proxy.Drain()
+	}
 	n.engines.Drain()
 	if n.resp != nil {
 		n.resp.Drain()
+	}
+	if n.lm != nil {
+		n.lm.Drain()
 	}
 	drained, now := n.wait(limit)
 	if !drained {
@@ -311,12 +341,25 @@ func (n *Sidecar) stop() error {
 			err = errors.Join(err, e)
 		}
 	}
+	if n.proxy != nil {
+		if e := n.proxy.Close(ctx); e != nil && !now {
+			err = errors.Join(err, e)
+		}
+	}
 	err = errors.Join(err, n.close())
 	n.log.Info().Dur("took", time.Since(began)).Bool("drained", drained).Msg("stopped")
 	if now {
 		return errors.Join(ErrStopped, err)
 	}
 	return err
+}
+
+// leave lets routers and peers look elsewhere, ahead of a stop.
+func (n *Sidecar) leave() {
+	if n.proxy != nil {
+		n.proxy.Leave()
+		n.mesh.SetTag(tagServe, "")
+	}
 }
 
 // wait returns when nothing is under way, or after limit, or on StopNow.
@@ -344,8 +387,14 @@ func (n *Sidecar) inFlight() int {
 	if n.resp != nil {
 		all += n.resp.InFlight()
 	}
+	if n.lm != nil {
+		all += n.lm.InFlight()
+	}
 	if n.grpc != nil {
 		all += n.grpc.InFlight()
+	}
+	if n.proxy != nil {
+		all += n.proxy.InFlight()
 	}
 	return all
 }
@@ -360,7 +409,9 @@ type Addresses struct {
 	EngineSocket string `json:"engine_socket"`
 	EngineAddr   string `json:"engine_addr,omitempty"`
 	RESP         string `json:"resp,omitempty"`
+	LM           string `json:"lm,omitempty"`
 	GRPC         string `json:"grpc,omitempty"`
+	Serve        string `json:"serve,omitempty"`
 	Data         string `json:"data"`
 	Gossip       string `json:"gossip"`
 }
@@ -381,8 +432,14 @@ func (n *Sidecar) Addresses() Addresses {
 	if n.respTCP != nil {
 		a.RESP = n.respTCP.Addr().String()
 	}
+	if n.lmTCP != nil {
+		a.LM = n.lmTCP.Addr().String()
+	}
 	if n.grpcTCP != nil {
 		a.GRPC = n.grpcTCP.Addr().String()
+	}
+	if n.serveTCP != nil {
+		a.Serve = n.serveTCP.Addr().String()
 	}
 	return a
 }
@@ -396,11 +453,17 @@ func (n *Sidecar) banner() {
 	if a.GRPC != "" {
 		e = e.Str("grpc", a.GRPC)
 	}
+	if a.Serve != "" {
+		e = e.Str("serve", a.Serve).Str("engine_url", s.EngineURL).Int("prefill_threshold", s.PrefillThreshold)
+	}
 	if a.HTTPSocket != "" {
 		e = e.Str("http_socket", a.HTTPSocket)
 	}
 	if a.RESP != "" {
 		e = e.Str("resp", a.RESP)
+	}
+	if a.LM != "" {
+		e = e.Str("lm", a.LM)
 	}
 	if len(s.Peers)+len(s.Join) > 0 {
 		e = e.Strs("peers", append(append([]string(nil), s.Peers...), s.Join...))

@@ -42,6 +42,7 @@ type conn struct {
 	inbox  *inbox
 
 	in, out   []byte
+	frames    kvwire.PageWriter
 	files     []int // to be sent with the answer
 	arrived   time.Time
 	locations []cache.Location
