@@ -75,6 +75,12 @@ var parsers = map[string]func([]byte) ([]byte, error){
 		r, err := ParseManifestRequest(b)
 		return AppendManifestRequest(nil, r), err
 	},
+	"await": func(b []byte) ([]byte, error) { r, err := ParseAwait(b, nil); return AppendBatchRead(nil, r), err },
+	"await_answer": func(b []byte) ([]byte, error) {
+		a, err := ParseAwaitAnswer(b)
+		return AppendAwaitAnswer(nil, a), err
+	},
+	"queues": func(b []byte) ([]byte, error) { q, err := ParseQueues(b); return AppendQueues(nil, q), err },
 	"manifest": func(b []byte) ([]byte, error) {
 		m, err := ParseManifest(b)
 		_, _, _ = m.Check()
@@ -86,6 +92,10 @@ var parsers = map[string]func([]byte) ([]byte, error){
 			m = AppendManifestAnswer(nil, vectorKey, "acme", m)
 		}
 		return m, err
+	},
+	"forms": func(b []byte) ([]byte, error) {
+		ns, err := ParseFormsRequest(b)
+		return AppendFormsRequest(nil, ns), err
 	},
 	"page": func(b []byte) ([]byte, error) {
 		n := min(len(b), PageHeaderSize)
@@ -99,6 +109,8 @@ var vectorParser = map[string]string{
 	"reserve": "reserve", "reserve_answer": "reservations", "commit": "commit", "commit_answer": "committed",
 	"drop": "handle", "read": "read", "page": "page", "challenge": "challenge", "challenge_answer": "challenge_answer",
 	"batch_read": "batch_read", "manifest_request": "manifest_request", "manifest_answer": "manifest_answer",
+	"forms":         "forms",
+	"manifest_wait": "manifest_request", "await": "await", "await_answer": "await_answer", "queues_answer": "queues",
 }
 
 // vectorKey is the cluster key of the vectors.
@@ -181,7 +193,7 @@ func TestHeaderRefusesWhatIsNotAFrame(t *testing.T) {
 }
 
 func TestFrameLimitsHoldExactly(t *testing.T) {
-	for _, typ := range []Type{TypeHello, TypeRegister, TypeMatch, TypeReserve, TypePage, TypeWrite, TypeStats, TypeBatchRead, TypeManifest, TypeManifest | AnswerBit, TypeError | AnswerBit} {
+	for _, typ := range []Type{TypeHello, TypeRegister, TypeMatch, TypeReserve, TypePage, TypeWrite, TypeStats, TypeBatchRead, TypeManifest, TypeAwait, TypeQueues, TypeForms, TypeForms | AnswerBit, TypeManifest | AnswerBit, TypeError | AnswerBit} {
 		limit := typ.limit()
 		_, err := ParseHeader(AppendHeader(nil, Header{Type: typ, Length: limit}))
 		assert.NoError(t, err, typ)
@@ -213,6 +225,16 @@ func TestBodyLimitsHoldExactly(t *testing.T) {
 	check("tenant", false, parseBatch(BatchRead{Tenant: strings.Repeat("t", MaxTenant+1)}))
 	check("hashes", true, parseBatch(BatchRead{Hashes: make([]Hash, MaxBatch)}))
 	check("hashes", false, parseBatch(BatchRead{Hashes: make([]Hash, MaxBatch+1)}))
+	parseAwait := func(r BatchRead) error { _, err := ParseAwait(AppendBatchRead(nil, r), nil); return err }
+	check("awaited", true, parseAwait(BatchRead{Hashes: make([]Hash, MaxAwait)}))
+	check("awaited", false, parseAwait(BatchRead{Hashes: make([]Hash, MaxAwait+1)}))
+	check("awaited", false, parseAwait(BatchRead{}))
+	parseAwaited := func(n uint32) error {
+		_, err := ParseAwaitAnswer(AppendAwaitAnswer(nil, AwaitAnswer{Pages: n}))
+		return err
+	}
+	check("awaited pages", true, parseAwaited(MaxAwait))
+	check("awaited pages", false, parseAwaited(MaxAwait+1))
 	parseReserve := func(n int) error { _, err := ParseReserve(AppendReserve(nil, make([]PageRef, n)), nil); return err }
 	check("reserve", true, parseReserve(MaxBatch))
 	check("reserve", false, parseReserve(MaxBatch+1))

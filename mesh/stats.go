@@ -18,6 +18,8 @@ type Stats struct {
 	Refused    cache.ReasonCounts // pages that did not come, by reason
 	Corrupt    uint64             // objects from peers that failed checksum or authenticator
 	Lies       uint64             // answers of peers that broke the protocol
+	Follows    uint64             // calls of Follow
+	Followed   uint64             // pages that they found at the peer, one by one
 
 	Served      uint64 // pages sent to peers
 	ServedBytes uint64
@@ -30,6 +32,7 @@ type Stats struct {
 	DirectoryFull   uint64 // of them, whole filters
 	DirectoryServed uint64
 	Probes          uint64 // lookups in peers' filters
+	FormsAsked      uint64 // times that a peer was asked in what forms it may hold pages
 	JoinFailures    uint64
 	Rebuilds        uint64 // times that gossip stopped by itself and was started again
 
@@ -67,10 +70,11 @@ func (r *reasonCounters) load() (out cache.ReasonCounts) {
 
 type counters struct {
 	fills, pulls, joined, fetched, fetchBytes, corrupt, lies atomic.Uint64
+	follows, followed                                        atomic.Uint64
 	served, servedBytes                                      atomic.Uint64
 	authFailures, refusals, badFrames                        atomic.Uint64
 	directoryPulls, directoryFull, directoryServed           atomic.Uint64
-	probes, joinFailures                                     atomic.Uint64
+	probes, joinFailures, formsAsked                         atomic.Uint64
 	failures, refused, notServed                             reasonCounters
 }
 
@@ -80,11 +84,11 @@ func (m *Mesh) Stats() Stats {
 	s := Stats{
 		Fills: n.fills.Load(), Failures: n.failures.load(), Pulls: n.pulls.Load(), Joined: n.joined.Load(),
 		Fetched: n.fetched.Load(), FetchBytes: n.fetchBytes.Load(), Refused: n.refused.load(),
-		Corrupt: n.corrupt.Load(), Lies: n.lies.Load(),
+		Corrupt: n.corrupt.Load(), Lies: n.lies.Load(), Follows: n.follows.Load(), Followed: n.followed.Load(),
 		Served: n.served.Load(), ServedBytes: n.servedBytes.Load(), NotServed: n.notServed.load(),
 		AuthFailures: n.authFailures.Load(), Refusals: n.refusals.Load(), BadFrames: n.badFrames.Load(),
 		DirectoryPulls: n.directoryPulls.Load(), DirectoryFull: n.directoryFull.Load(),
-		DirectoryServed: n.directoryServed.Load(), Probes: n.probes.Load(), JoinFailures: n.joinFailures.Load(),
+		DirectoryServed: n.directoryServed.Load(), Probes: n.probes.Load(), FormsAsked: n.formsAsked.Load(), JoinFailures: n.joinFailures.Load(),
 		Rebuilds: m.gossip.rebuilds.Load(),
 	}
 	s.OwnPages, s.Unlisted = m.index.pages()

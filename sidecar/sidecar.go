@@ -19,10 +19,12 @@ import (
 	"membrane/mesh"
 	"membrane/sidecar/disagg"
 	"membrane/sidecar/engineport"
+	"membrane/sidecar/forms"
 	"membrane/sidecar/fragments"
 	"membrane/sidecar/grpcapi"
 	"membrane/sidecar/httpapi"
 	"membrane/sidecar/lm"
+	"membrane/sidecar/proxy"
 	"membrane/sidecar/resp"
 	"membrane/sidecar/roles"
 )
@@ -38,6 +40,7 @@ type Sidecar struct {
 	cache     *cache.Cache
 	mesh      *mesh.Mesh
 	roles     *roles.Keeper
+	queues    queues
 	engines   *engineport.Server
 	fragments *fragments.Service
 	disagg    *disagg.Service
@@ -45,10 +48,11 @@ type Sidecar struct {
 	resp      *resp.Server    // nil without a listener
 	lm        *lm.Server      // nil without a listener
 	grpc      *grpcapi.Server // nil without a listener
+	proxy     *proxy.Server   // nil without a listener
 
 	httpTCP                     net.Listener
 	engineTCP, respTCP, grpcTCP net.Listener // may be nil
-	lmTCP                       net.Listener // may be nil
+	lmTCP, serveTCP             net.Listener // may be nil
 	httpUnix, engineSocket      *net.UnixListener
 
 	ready chan struct{}
@@ -118,6 +122,12 @@ func (n *Sidecar) open(keys secrets) error {
 	if n.grpcTCP != nil {
 		n.onClose(n.grpcTCP.Close)
 	}
+	if n.serveTCP, err = listenServe(s); err != nil {
+		return err
+	}
+	if n.serveTCP != nil {
+		n.onClose(n.serveTCP.Close)
+	}
 	if n.engineSocket, err = listenSocket(s, n.log); err != nil {
 		return err
 	}
@@ -128,7 +138,8 @@ func (n *Sidecar) open(keys secrets) error {
 	}
 	n.onClose(n.cache.Close)
 	manifests := &manifests{}
-	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests)); err != nil {
+	known := forms.NewRegistry()
+	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests, known)); err != nil {
 		return err
 	}
 	if n.roles, err = n.newRoles(); err != nil {
@@ -146,7 +157,7 @@ func (n *Sidecar) open(keys secrets) error {
 		return err
 	}
 	n.engines, err = engineport.New(engineport.Config{
-		Node: s.NodeID, Server: "membrane " + n.version, Cache: n.cache, Fill: n.mesh, Keys: keys.api, Tenant: s.EngineTenant,
+		Node: s.NodeID, Server: "membrane " + n.version, Cache: n.cache, Fill: n.mesh, Forms: known, PeerForms: n.mesh, Keys: keys.api, Tenant: s.EngineTenant,
 		UIDs: uids, PageTokens: s.PageTokens, InboxBytes: max(int64(s.Inbox), 1), ClusterKey: keys.cluster, Metrics: n.set, Log: n.log,
 	})
 	if err != nil {
@@ -162,9 +173,12 @@ func (n *Sidecar) open(keys secrets) error {
 	if err = n.openLM(); err != nil {
 		return err
 	}
+	if err = n.openProxy(keys); err != nil {
+		return err
+	}
 	n.http, err = httpapi.New(httpapi.Config{
 		NodeID: s.NodeID, Fragments: n.fragments, Disagg: n.disagg, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
-		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
+		Leave: n.leave, InFlight: n.inFlight, MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
 	})
 	if err != nil || n.grpcTCP == nil {
 		return err
@@ -173,7 +187,7 @@ func (n *Sidecar) open(keys secrets) error {
 	return err
 }
 
-func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config {
+func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests, known *forms.Registry) mesh.Config {
 	s := &n.settings
 	var suffix [4]byte
 	_, _ = rand.Read(suffix[:]) // never fails: crypto/rand ends the process instead
@@ -187,15 +201,15 @@ func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config
 	}
 	return mesh.Config{
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
-		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
+		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertised(n.httpTCP),
 		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache, Manifests: manifests,
+		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors, Queues: n.ownQueues,
 	}
 }
 
-// advertisedHTTP returns where others reach the HTTP port.
-func (n *Sidecar) advertisedHTTP() string {
-	host, port, _ := net.SplitHostPort(n.httpTCP.Addr().String())
+// advertised returns where others reach a listener.
+func (n *Sidecar) advertised(l net.Listener) string {
+	host, port, _ := net.SplitHostPort(l.Addr().String())
 	if ip := net.ParseIP(host); ip != nil && ip.IsUnspecified() {
 		host = n.settings.AdvertiseHost
 		if host == "" { // then gossip is on loopback, and so are all who hear of it
@@ -246,6 +260,9 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	if n.grpc != nil {
 		n.grpc.Serve(n.grpcTCP)
 	}
+	if n.proxy != nil {
+		n.proxy.Serve(n.serveTCP)
+	}
 	n.banner()
 	close(n.ready)
 	stopRoles := n.runRoles(ctx)
@@ -291,6 +308,9 @@ func (n *Sidecar) stop() error {
 	if n.grpc != nil {
 		n.grpc.Drain()
 	}
+	if n.proxy != nil {
+		n.proxy.Drain()
+	}
 	n.engines.Drain()
 	if n.resp != nil {
 		n.resp.Drain()
@@ -321,12 +341,25 @@ func (n *Sidecar) stop() error {
 			err = errors.Join(err, e)
 		}
 	}
+	if n.proxy != nil {
+		if e := n.proxy.Close(ctx); e != nil && !now {
+			err = errors.Join(err, e)
+		}
+	}
 	err = errors.Join(err, n.close())
 	n.log.Info().Dur("took", time.Since(began)).Bool("drained", drained).Msg("stopped")
 	if now {
 		return errors.Join(ErrStopped, err)
 	}
 	return err
+}
+
+// leave lets routers and peers look elsewhere, ahead of a stop.
+func (n *Sidecar) leave() {
+	if n.proxy != nil {
+		n.proxy.Leave()
+		n.mesh.SetTag(tagServe, "")
+	}
 }
 
 // wait returns when nothing is under way, or after limit, or on StopNow.
@@ -360,6 +393,9 @@ func (n *Sidecar) inFlight() int {
 	if n.grpc != nil {
 		all += n.grpc.InFlight()
 	}
+	if n.proxy != nil {
+		all += n.proxy.InFlight()
+	}
 	return all
 }
 
@@ -375,6 +411,7 @@ type Addresses struct {
 	RESP         string `json:"resp,omitempty"`
 	LM           string `json:"lm,omitempty"`
 	GRPC         string `json:"grpc,omitempty"`
+	Serve        string `json:"serve,omitempty"`
 	Data         string `json:"data"`
 	Gossip       string `json:"gossip"`
 }
@@ -401,6 +438,9 @@ func (n *Sidecar) Addresses() Addresses {
 	if n.grpcTCP != nil {
 		a.GRPC = n.grpcTCP.Addr().String()
 	}
+	if n.serveTCP != nil {
+		a.Serve = n.serveTCP.Addr().String()
+	}
 	return a
 }
 
@@ -412,6 +452,9 @@ func (n *Sidecar) banner() {
 		Bool("api_keys", s.APIKeyFile != "").Bool("cluster_key", s.ClusterKeyFile != "").Str("version", n.version)
 	if a.GRPC != "" {
 		e = e.Str("grpc", a.GRPC)
+	}
+	if a.Serve != "" {
+		e = e.Str("serve", a.Serve).Str("engine_url", s.EngineURL).Int("prefill_threshold", s.PrefillThreshold)
 	}
 	if a.HTTPSocket != "" {
 		e = e.Str("http_socket", a.HTTPSocket)
