@@ -65,11 +65,12 @@ func TestLongestValue(t *testing.T) {
 
 func TestHugeDeclaredLengthsCostNothing(t *testing.T) {
 	n := start(t, 16<<20)
+	some := []byte(content(1, 100<<10))
 	before := heap()
 	for range 50 {
 		c := n.dial(t)
 		c.send(encode(1, "k", MaxSkip, bf16))
-		c.send([]byte(content(1, 100<<10)))
+		c.send(some)
 	}
 	n.fine(t)
 	assert.Less(t, heap(), before+50*(readBuffer+16<<10))

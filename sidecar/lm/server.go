@@ -16,6 +16,7 @@ import (
 	"membrane/sidecar/listener"
 )
 
+// Limits on clients, and times.
 const (
 	// MaxConnections is the most connections at a time, MaxFromOne the most of
 	// them from one address.

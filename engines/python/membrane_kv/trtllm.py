@@ -149,6 +149,7 @@ class MembraneWorker(KvCacheConnectorWorker, _Side):
         self._pool: Pool | None = None
         self._storer: Storer | None = None
         self._stage: Stage | None = None
+        self._apart = False  # from rank 0's memory
         self._rank = 0
         try:
             self._rank = _rank()
@@ -185,11 +186,16 @@ class MembraneWorker(KvCacheConnectorWorker, _Side):
             slots = self._settings.inbox_slots
             self._session = self._connect(facts, engine, "worker", self._rank, slots)
             self._storer = Storer(self._session, pool, self._settings, self.recorder)
-        if self._stage is None and place is not None:
+        if self._stage is None and place is not None and not self._apart:
             try:
                 self._stage = Stage.join(place)
             except OSError as e:
-                self._off(f"rank {self._rank} cannot map the memory of rank 0: {e}")
+                self._apart = True
+                log.warning(
+                    "membrane: nothing is loaded: rank %d cannot map rank 0's memory: %s",
+                    self._rank,
+                    e,
+                )
                 return
             self._stage.done(self._rank, 0)
 

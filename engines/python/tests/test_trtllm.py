@@ -395,7 +395,7 @@ def test_stopped_sidecar_is_waited_for_until_the_deadline_once(real: Any, start:
                 engine.iterate()
             assert r.generated == want
             engine.flush()
-        assert took[0] < 0.4 and max(took[1:]) < 0.05, took
+        assert took[0] < 0.5 and max(took[1:]) < 0.1, took  # 0.1 s is the deadline
     finally:
         real.send_signal(signal.SIGCONT)
 
@@ -475,6 +475,22 @@ def test_nothing_is_promised_while_a_rank_cannot_load(real: Any, start: Start) -
         assert other.generate(r) == want and not r.matched
         other.flush()
     assert other.scheduler.recorder.count("misses_not_joined") == 2
+
+
+def test_rank_on_another_machine_stores_and_nothing_is_promised(
+    real: Any, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = Shape(tp=2)
+    engine = start(real, shape, weights="apart")
+    far = engine.workers[1]
+    join = far._join
+    far._join = lambda name, place: join(name, replace(place, pid=1 << 30))
+    want = ready(engine).generate(Request(1, PROMPT))
+    stored(engine, 3)
+    engine.flush()
+    r = Request(2, PROMPT)
+    assert engine.generate(r) == want and not r.matched
+    assert caplog.text.count("rank 1 cannot map rank 0's memory") == 1
 
 
 @pytest.mark.parametrize(
