@@ -292,7 +292,6 @@ func TestPrefillPodsFailAndTheClientDoesNot(t *testing.T) {
 		complete(t, p1.serve(), "", completionsPath, completionOf(head))
 		prompt := head + strings.Repeat("and so on ", 30)
 		want := complete(t, alone, "", completionsPath, completionOf(prompt))
-		require.Eventually(t, func() bool { return !strings.Contains(p1.count(t, "membrane_directory_own_pages"), "-") }, timeout, tick)
 		if what != "" {
 			spoilWith(spoil, what)
 		}
