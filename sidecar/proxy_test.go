@@ -17,9 +17,9 @@ import (
 	"membrane/sidecar/roles"
 )
 
-// storePrompt attaches an engine to a node and stores the pages of a prompt
+// storeSalted attaches an engine to a node and stores the pages of a prompt
 // under a salt, from the page first on.
-func storePrompt(t *testing.T, n *running, salt string, tokens []uint32, first int) {
+func storeSalted(t *testing.T, n *running, salt string, tokens []uint32, first int) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
@@ -41,7 +41,7 @@ func storePrompt(t *testing.T, n *running, salt string, tokens []uint32, first i
 	}
 }
 
-func promptOf(n int) (out []uint32) {
+func promptIDs(n int) (out []uint32) {
 	for i := range n {
 		out = append(out, uint32(i))
 	}
@@ -55,11 +55,11 @@ func TestPrefixIsHereAtAPeerOrFetched(t *testing.T) {
 	s.Peers = List{a.Addresses().HTTP}
 	b := run(t, s)
 	p := &prompts{b.Sidecar}
-	tokens := promptOf(64*5 + 10)
+	tokens := promptIDs(64*5 + 10)
 	assert.Nil(t, p.Prefix("s", tokens), "no engine has registered")
 
-	storePrompt(t, a, "s", tokens, 0)
-	storePrompt(t, b, "s", tokens[:64], 0)
+	storeSalted(t, a, "s", tokens, 0)
+	storeSalted(t, b, "s", tokens[:64], 0)
 	peer := a.mesh.Name()
 	require.Eventually(t, func() bool { return p.Prefix("s", tokens).At(peer) == 320 }, timeout, tick, "the directory tells")
 	found := p.Prefix("s", tokens)
@@ -73,7 +73,7 @@ func TestPrefixIsHereAtAPeerOrFetched(t *testing.T) {
 	assert.False(t, p.PinsFull())
 
 	// Pages that come while they are waited for; those that do not end the wait.
-	late := promptOf(64 * 6)
+	late := promptIDs(64 * 6)
 	began := time.Now()
 	assert.Equal(t, 320, p.Prefix("s", late).Fetch(ctx, peer))
 	assert.GreaterOrEqual(t, time.Since(began), fetchSilent)
@@ -84,7 +84,7 @@ func TestPrefixIsHereAtAPeerOrFetched(t *testing.T) {
 	assert.Equal(t, 384, <-got)
 	cancelled, end := context.WithCancel(ctx)
 	end()
-	assert.Equal(t, 384, p.Prefix("s", promptOf(64*7)).Fetch(cancelled, peer))
+	assert.Equal(t, 384, p.Prefix("s", promptIDs(64*7)).Fetch(cancelled, peer))
 }
 
 // storeMore stores the last page of a longer prompt through a second engine of
