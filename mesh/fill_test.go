@@ -597,3 +597,17 @@ func TestCloseEndsFills(t *testing.T) {
 	b.stop()
 	require.Equal(t, kvwire.ReasonDraining, <-done)
 }
+
+// Who holds what is read from directories alone.
+func TestHoldersAskNobody(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("h", 10)
+	put(t, a, pages[:7], 1, pageBytes)
+	waitListed(t, b, "holder", pages[:7])
+	r := b.request(pages, 1)
+	require.Equal(t, []Holding{{a.Name(), 7}}, b.Holders(r.Space, r.Form, r.Hashes))
+	require.Empty(t, b.Holders(r.Space, r.Form, r.Hashes[8:]))
+	require.Zero(t, b.Stats().Pulls)
+	require.Zero(t, a.Stats().Served)
+}

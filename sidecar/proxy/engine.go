@@ -205,7 +205,7 @@ func (x *exchange) run(req *fasthttp.Request) error {
 // Read reads the answer's body as it comes.
 func (x *exchange) Read(p []byte) (int, error) {
 	n, err := x.body.Read(p)
-	x.end = x.end || err == io.EOF //nolint:errorlint // Read's contract: the value itself
+	x.end = x.end || err == io.EOF
 	return n, err
 }
 
