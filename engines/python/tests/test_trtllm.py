@@ -344,15 +344,17 @@ def test_salt_keeps_requests_apart(real: Any, start: Start, more: dict[str, Any]
     assert matched == [0, 192]
 
 
-def test_other_weights_and_other_layouts_do_not_hit(real: Any, start: Start) -> None:
+def test_other_weights_do_not_hit_and_other_layouts_are_translated(real: Any, start: Start) -> None:
+    """What HND blocks hold is read into NHD blocks, and gives the same tokens."""
     first = start(real, Shape(), weights="mine")
-    first.generate(Request(1, PROMPT))
+    want = first.generate(Request(1, PROMPT))
     stored(first, 3)
-    for shape, weights in ((Shape(), "others"), (Shape(backend="FLASHINFER"), "mine")):
-        settings = {"weights_id": f"{weights}-{Shape()}"}
-        r = Request(1, PROMPT)
-        start(real, shape, weights=weights, settings=settings).generate(r)
-        assert not r.matched
+    r = Request(1, PROMPT)
+    assert start(real, Shape(), weights="others").generate(r) == want and not r.matched
+    r = Request(1, PROMPT)
+    settings = {"weights_id": f"mine-{Shape()}"}
+    other = start(real, Shape(backend="FLASHINFER"), weights="mine", settings=settings)
+    assert other.generate(r) == want and r.matched == 192
 
 
 def test_absent_sidecar_costs_nothing_and_is_found_later(tmp_path: Path, start: Start) -> None:
