@@ -1,8 +1,8 @@
 """Connectors that join inference engines to their membrane sidecar, and the client they use.
 
 Thin by intent: geometry and lifecycle. Hashing, policy and checks are the
-sidecar's. `membrane_kv.vllm` is imported by the engine; the rest needs numpy
-only.
+sidecar's. `membrane_kv.vllm` and `membrane_kv.sglang` are imported by their
+engines; the rest needs numpy only.
 """
 
 from .client import Client, endpoints
