@@ -50,9 +50,7 @@ def start(model: str) -> Any:
         skip_tokenizer_init=True,
         attention_backend="torch_native",
     )
-    runtime_context.publish(
-        args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0)
-    )
+    runtime_context.publish(args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -123,7 +121,9 @@ class Case:
     def numbers(self, where: torch.Tensor) -> torch.Tensor:
         """Return what the device pool has at token slots."""
         d = self.device
-        return torch.stack([torch.stack((d.k_buffer[i][where], d.v_buffer[i][where])) for i in range(L)])
+        return torch.stack(
+            [torch.stack((d.k_buffer[i][where], d.v_buffer[i][where])) for i in range(L)]
+        )
 
     def prefetch(self, tokens: list[int], name: str) -> tuple[int, list[Any], torch.Tensor | None]:
         """Let the controller look for a prompt and load it; return hit, acks and host slots."""
@@ -134,7 +134,7 @@ class Case:
             return 0, [], None
         op.host_indices = c.alloc_prefetch_host_buffers(op, op.storage_hit_count)
         c.prefetch_buffer.put(op)
-        acks = []
+        acks: list[int] = []
         while True:
             ack = c.ack_prefetch_queue.get(timeout=WAIT_S)
             if ack.completed_req:
