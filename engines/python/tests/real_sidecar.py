@@ -65,9 +65,16 @@ class RealSidecar:
         return self.stats()["engine_port"][name]
 
     def halt(self, on: bool) -> None:
-        """Stop the process where it is, or let it go on."""
+        """Stop the process where it is, until every thread stands still, or let it go on."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP if on else signal.SIGCONT)
+        while on and not self._still(self._process.pid):
+            _PAUSE.wait(0.001)
+
+    @staticmethod
+    def _still(pid: int) -> bool:
+        states = [t.joinpath("stat").read_text() for t in Path(f"/proc/{pid}/task").iterdir()]
+        return all(s.rpartition(")")[2].split()[0] == "T" for s in states)
 
     def kill(self) -> None:
         """End it at once."""

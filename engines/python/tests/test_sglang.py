@@ -34,7 +34,8 @@ standin.install()
 from membrane_kv.sglang import MembraneHiCache  # noqa: E402
 
 Make = Callable[..., MembraneHiCache]
-DEADLINES = {"match_deadline_ms": 300, "load_deadline_ms": 300, "store_deadline_ms": 300}
+DEADLINES = {"match_deadline_ms": 1000, "load_deadline_ms": 1000, "store_deadline_ms": 1000}
+AT_ONCE_S = 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -363,7 +364,7 @@ def test_absent_sidecar_is_an_empty_cache_until_it_is_there(
 ) -> None:
     pool, names = MHATokenToKVPoolHost("page_first", 1), keys(3)
     b = make(pool, connected=False)
-    nothing(b, names, 0.1)
+    nothing(b, names, AT_ONCE_S)
     sidecar.start()
     up(b)
     assert all(b.batch_set_v1(names, slots([0, 1, 2])))
@@ -377,7 +378,7 @@ def test_killed_sidecar_and_its_successor(sidecar: RealSidecar, make: Make) -> N
     assert all(b.batch_set_v1(names, slots([0, 1, 2])))
     assert b.batch_exists(names) == 3  # leaves a lease of this life behind
     sidecar.kill()
-    nothing(b, names, 0.35)
+    nothing(b, names, AT_ONCE_S)
     sidecar.start()
     up(b)
     assert b.batch_get_v1(names, slots([0, 1, 2])) == [False] * 3
@@ -394,10 +395,14 @@ def test_stopped_sidecar_costs_one_deadline(sidecar: RealSidecar, make: Make) ->
     try:
         began = time.monotonic()
         assert b.batch_exists(names) == 0
-        assert 0.25 < time.monotonic() - began < 0.4
-        nothing(b, names, 0.1)  # it owes an answer: nobody waits for it again
+        assert 0.9 < time.monotonic() - began < 1.9
+        nothing(b, names, AT_ONCE_S)  # it owes an answer: nobody waits for it again
     finally:
         sidecar.halt(False)
+    # What the late answer brought is given back.
+    eventually(lambda: sidecar.stats()["cache"]["leases_granted"] == 1)
+    eventually(lambda: sidecar.stats()["cache"]["leases"] == 0)
+    assert sidecar.stats()["cache"]["leases_expired"] == 0
     eventually(lambda: b.batch_exists(names) == 3, 10)
 
 
@@ -424,7 +429,7 @@ def test_sidecar_stopped_in_the_middle(
             assert b.batch_get_v1(names, slots([0, 1, 2])) == [False] * 3
         else:
             assert b.batch_set_v1(keys(3, 6), slots([0, 1, 2])) == [False] * 3
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 1.9
     finally:
         sidecar.halt(False)
     monkeypatch.undo()
@@ -543,7 +548,7 @@ def test_runs_without_the_cache(
     b.register_mem_pool_host(pool or MHATokenToKVPoolHost("page_first"))
     b.on_host_pools_registered()
     assert sentence in off(b)
-    nothing(b, keys(2), 0.1)
+    nothing(b, keys(2), AT_ONCE_S)
     assert b.batch_get(keys(2)) == [None, None]
     assert b.batch_exists_v2(keys(2)).kv_hit_pages == 0
     b.close()
@@ -554,7 +559,7 @@ def test_model_with_further_pools_runs_without_the_cache(sidecar: RealSidecar, m
     b = make(pool := MHATokenToKVPoolHost("page_first", 1))
     b.register_mem_host_pool_v2(pool, "mamba")
     assert off(b) == "the model keeps mamba beside KV"
-    nothing(b, keys(2), 0.1)
+    nothing(b, keys(2), AT_ONCE_S)
 
 
 def test_heads_and_layers_of_a_rank(make: Make, sidecar: RealSidecar) -> None:
