@@ -29,7 +29,7 @@ type Cache struct {
 	mu          stripedMutex
 	closed      bool
 	spaces      map[spaceKey]*Space
-	tenants     map[string]int // spaces of each
+	tenants     map[string][]*Space
 	alloc       *allocator
 	window      window
 	windowGoal  int64
@@ -86,7 +86,7 @@ func newCache(cfg Config, newPolicy policyMaker) (*Cache, error) {
 		pinCap:    cfg.part(cfg.PinFraction),
 		clientCap: cfg.part(cfg.ClientPinFraction),
 		spaces:    make(map[spaceKey]*Space),
-		tenants:   make(map[string]int),
+		tenants:   make(map[string][]*Space),
 		alloc:     newAllocator(cfg.Budget),
 		kick:      make(chan struct{}, 1),
 		stop:      make(chan struct{}),
@@ -142,13 +142,13 @@ func (c *Cache) Space(tenant string, ns kvwire.Namespace) (*Space, error) {
 	if len(c.spaces) >= MaxSpaces {
 		return nil, fmt.Errorf("cannot open space of tenant %q: %d spaces are open already", tenant, MaxSpaces)
 	}
-	if c.tenants[tenant] >= MaxTenantSpaces {
+	if len(c.tenants[tenant]) >= MaxTenantSpaces {
 		return nil, fmt.Errorf("cannot open space of tenant %q: it has %d already, which is the most until the cache starts anew", tenant, MaxTenantSpaces)
 	}
-	c.tenants[tenant]++
 	s = &Space{c: c, tenant: tenant, ns: ns, pages: make(map[kvwire.Hash]*page)}
 	s.salt = maphash.Comparable(c.seed, key)
 	c.spaces[key] = s
+	c.tenants[tenant] = append(c.tenants[tenant], s)
 	return s, nil
 }
 

@@ -19,6 +19,7 @@ var guard guards
 func (on) arenaResize() bool   { return true }
 func (on) arenaWrite() bool    { return true }
 func (on) clientCap() bool     { return true }
+func (on) convertSum() bool    { return true }
 func (on) evictionCount() bool { return true }
 func (on) inUse() bool         { return true }
 func (on) leaseSum() bool      { return true }

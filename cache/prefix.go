@@ -11,14 +11,16 @@ import (
 // are fetched, and not checked yet. It belongs to one goroutine and ends with
 // Lease or Drop.
 type Prefix struct {
-	s     *Space
-	req   LeaseRequest
-	l     *lease // nil when it has ended
-	locs  []Location
-	began uint64 // pages born after it were checked since the request began
-	fresh int
-	sound int // leading locations that CheckAhead found right
-	trail trail
+	s       *Space
+	req     LeaseRequest
+	l       *lease // nil when it has ended
+	locs    []Location
+	began   uint64 // pages born after it were checked since the request began
+	fresh   int
+	sound   int // leading locations that CheckAhead found right
+	trail   trail
+	trusted [2]int // pages that Trust vouches for
+	made    int    // how many of those fresh does not count
 
 	checked int64
 }
@@ -142,10 +144,29 @@ func (p *Prefix) Pages() int {
 	return len(p.l.pages)
 }
 
-// Fresh returns how many of them came into the cache after Hold began: their
-// bytes were checked in place as they came, and Lease does not check them once
-// more.
-func (p *Prefix) Fresh() int { return p.fresh }
+// Fresh returns how many of them came into the cache after Hold began, or were
+// made there: their bytes were checked in place as they came, and Lease does
+// not check them once more.
+func (p *Prefix) Fresh() int { return p.fresh + p.made }
+
+// Trust says that the pages from one index up to another, which Extend has
+// added, were made by [Space.Convert] since Hold began, so that Lease does not
+// check them once more. It holds for one run of pages: one that does not follow
+// the last replaces it.
+func (p *Prefix) Trust(from, to int) {
+	if to > p.Pages() || from >= to {
+		return
+	}
+	if from != p.trusted[1] || p.made == 0 {
+		p.trusted, p.made = [2]int{from, from}, 0
+	}
+	p.trusted[1] = to
+	for _, pg := range p.l.pages[from:to] {
+		if pg.born <= p.began {
+			p.made++
+		}
+	}
+}
 
 // Checked returns how many bytes Lease checked.
 func (p *Prefix) Checked() int64 { return p.checked }
@@ -216,8 +237,11 @@ func (p *Prefix) Lease(most int) (Lease, []Location, kvwire.Reason) {
 
 	why := kvwire.ReasonNone
 	var fresh func(int) bool
-	if p.fresh > 0 || p.sound > 0 {
-		fresh = func(i int) bool { return i < p.sound || l.pages[i/p.req.Shards].born > p.began }
+	if p.fresh > 0 || p.sound > 0 || p.trusted[1] > 0 {
+		fresh = func(i int) bool {
+			page := i / p.req.Shards
+			return i < p.sound || p.trusted[0] <= page && page < p.trusted[1] || l.pages[page].born > p.began
+		}
 	}
 	bad := -1
 	if guard.leaseSum() {

@@ -8,7 +8,7 @@ const (
 	// for. Later ones are rounded up to an eighth of a power of two, so that
 	// odd sizes cannot cut the arena into classes without end.
 	maxExact = 64
-	// smallStep is the granularity of sizes below a page.
+	// smallStep is the finest granularity of sizes.
 	smallStep = 256
 )
 
@@ -176,13 +176,14 @@ func (c *class) unlist(s *slab) {
 	s.prev, s.next, s.listed = nil, nil, false
 }
 
-// exactSize rounds n up to a whole page of memory, or below one page to a
-// multiple of 256 bytes. Slots are therefore aligned to 256 bytes or more.
+// exactSize rounds n up by less than one part in 128, but to at least a
+// multiple of 256 bytes, to which slots are therefore aligned, and from half a
+// mebibyte on to whole pages of memory. A value with a short header behind a
+// power of two would else lose a twentieth of the arena.
 func exactSize(n int64) int64 {
-	if n < pageSize {
-		return roundUp(max(n, 1), smallStep)
-	}
-	return roundUp(n, pageSize)
+	n = max(n, 1)
+	step := int64(1) << max(0, bits.Len64(uint64(n-1))-8)
+	return roundUp(n, min(max(step, smallStep), pageSize))
 }
 
 // stepSize rounds n up to the next eighth of its power of two.

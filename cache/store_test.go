@@ -332,7 +332,7 @@ func TestViewOutlivesReset(t *testing.T) {
 func TestCorruptObjectsAreQuarantined(t *testing.T) {
 	c := open(t, Config{Budget: 8 << 20, QuarantineFraction: 0.01})
 	s := space(t, c, "a")
-	const n = 30 << 10 // two fit into 1 % of 8 MiB
+	const n = 32 << 10 // two fit into 1 % of 8 MiB
 	rot := func(i int) {
 		put(t, s, i, n)
 		v, _ := s.View(one, formA, hash(i), false)

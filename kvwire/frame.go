@@ -47,6 +47,7 @@ const (
 	TypeDirectory Type = 0x23
 	TypeCheck     Type = 0x24
 	TypeManifest  Type = 0x25
+	TypeForms     Type = 0x26
 
 	// TypePage carries one page of a batch read or of an inline read.
 	TypePage Type = 0x40
@@ -63,7 +64,7 @@ var typeNames = map[Type]string{
 	TypeLease: "lease", TypeRelease: "release", TypeReserve: "reserve", TypeCommit: "commit", TypeDrop: "drop",
 	TypeReset: "reset", TypeStats: "stats", TypeRead: "read", TypeWrite: "write", TypeMatchHashes: "match_hashes", TypeChallenge: "challenge",
 	TypeProof: "proof", TypeBatchRead: "batch_read", TypeDirectory: "directory",
-	TypeCheck: "check", TypeManifest: "manifest", TypePage: "page", TypeError: "error",
+	TypeCheck: "check", TypeManifest: "manifest", TypeForms: "forms", TypePage: "page", TypeError: "error",
 }
 
 // String returns the type's name, with "_answer" behind it for answers.
@@ -128,8 +129,8 @@ func (t Type) limit() uint32 {
 	switch t {
 	case TypePage, TypeWrite:
 		return MaxObject + PageHeaderSize
-	case TypeHello, TypeRegister, TypeChallenge, TypeProof, TypeReset, TypeError,
-		TypeHello | AnswerBit, TypeRegister | AnswerBit, TypeStats | AnswerBit, TypeError | AnswerBit:
+	case TypeHello, TypeRegister, TypeChallenge, TypeProof, TypeReset, TypeForms, TypeError,
+		TypeHello | AnswerBit, TypeRegister | AnswerBit, TypeStats | AnswerBit, TypeForms | AnswerBit, TypeError | AnswerBit:
 		return MaxJSON
 	case TypePing, TypeStats:
 		return 0

@@ -47,24 +47,26 @@ func AppendPageHeader(b []byte, p PageHeader) []byte {
 func ParsePageHeader(b []byte, frame Header) (PageHeader, error) {
 	d := decoder{b: b}
 	var p PageHeader
+	var reserved byte
 	p.Index = d.u32()
 	p.Shard.Index, p.Shard.Count = d.u16(), d.u16()
 	p.Reason = Reason(d.u8())
-	zero := d.bytes(7)
+	for _, z := range d.bytes(7) {
+		reserved |= z
+	}
 	copy(p.Form[:], d.bytes(FormSize))
 	p.Length = d.u64()
 	p.Sum = Checksum(d.u64())
 	copy(p.Auth[:], d.bytes(AuthSize))
-	tail := d.bytes(8)
+	for _, z := range d.bytes(8) {
+		reserved |= z
+	}
 	if err := d.end("page"); err != nil {
 		return p, err
 	}
-	for _, z := range append(append([]byte(nil), zero...), tail...) {
-		if z != 0 {
-			return p, Errorf(CodeBadFrame, "page", "a reserved byte is not zero")
-		}
-	}
 	switch {
+	case reserved != 0:
+		return p, Errorf(CodeBadFrame, "page", "a reserved byte is not zero")
 	case p.Length > MaxObject:
 		return p, Errorf(CodeTooLarge, "length", "an object of %d bytes is above %d", p.Length, MaxObject)
 	case uint64(frame.Length) != PageHeaderSize+p.Length:

@@ -91,6 +91,10 @@ var parsers = map[string]func([]byte) ([]byte, error){
 		}
 		return m, err
 	},
+	"forms": func(b []byte) ([]byte, error) {
+		ns, err := ParseFormsRequest(b)
+		return AppendFormsRequest(nil, ns), err
+	},
 	"page": func(b []byte) ([]byte, error) {
 		n := min(len(b), PageHeaderSize)
 		p, err := ParsePageHeader(b[:n], Header{Type: TypePage, Length: uint32(len(b))})
@@ -103,6 +107,7 @@ var vectorParser = map[string]string{
 	"reserve": "reserve", "reserve_answer": "reservations", "commit": "commit", "commit_answer": "committed",
 	"drop": "handle", "read": "read", "page": "page", "challenge": "challenge", "challenge_answer": "challenge_answer",
 	"batch_read": "batch_read", "manifest_request": "manifest_request", "manifest_answer": "manifest_answer",
+	"forms": "forms",
 }
 
 // vectorKey is the cluster key of the vectors.
@@ -186,7 +191,7 @@ func TestHeaderRefusesWhatIsNotAFrame(t *testing.T) {
 }
 
 func TestFrameLimitsHoldExactly(t *testing.T) {
-	for _, typ := range []Type{TypeHello, TypeRegister, TypeMatch, TypeMatchHashes, TypeReserve, TypePage, TypeWrite, TypeStats, TypeBatchRead, TypeManifest, TypeManifest | AnswerBit, TypeError | AnswerBit} {
+	for _, typ := range []Type{TypeHello, TypeRegister, TypeMatch, TypeMatchHashes, TypeReserve, TypePage, TypeWrite, TypeStats, TypeBatchRead, TypeManifest, TypeManifest | AnswerBit, TypeForms, TypeForms | AnswerBit, TypeError | AnswerBit} {
 		limit := typ.limit()
 		_, err := ParseHeader(AppendHeader(nil, Header{Type: typ, Length: limit}))
 		assert.NoError(t, err, typ)

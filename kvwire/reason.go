@@ -16,11 +16,13 @@ const (
 
 	// ReasonAbsent: nobody that this node knows of holds the page.
 	ReasonAbsent Reason = 1
-	// ReasonLayout: the page is here, but only in another form.
+	// ReasonLayout: the page is here, but only in a form that cannot be
+	// translated, or the engine's own layout contradicts itself.
 	ReasonLayout Reason = 2
 	// ReasonIncomplete: not every shard of the form is here.
 	ReasonIncomplete Reason = 3
-	// ReasonNamespace: the caller's namespace is not known here.
+	// ReasonNamespace: the same tokens are here under another namespace only, or
+	// the peer that was asked does not know the caller's.
 	ReasonNamespace Reason = 4
 	// ReasonCorrupt: the bytes failed their checksum or authenticator.
 	ReasonCorrupt Reason = 5

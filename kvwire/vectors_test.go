@@ -201,6 +201,7 @@ func TestFrameVectors(t *testing.T) {
 		"proof":            frame(TypeProof, 2, proof[:]),
 		"manifest_request": frame(TypeManifest, 4, AppendManifestRequest(nil, ManifestRequest{Op: ManifestPulled, Handle: hash, Tenant: "acme"})),
 		"manifest_answer":  frame(TypeManifest|AnswerBit, 4, AppendManifestAnswer(nil, key, "acme", AppendManifest(nil, manifest))),
+		"forms":            frame(TypeForms, 5, AppendFormsRequest(nil, ns)),
 		"check":            frame(TypeCheck, 3, AppendBatchRead(nil, BatchRead{DeadlineUS: 50000, Form: form, Namespace: ns, Tenant: "acme", Hashes: []Hash{hash}})),
 		"batch_read":       frame(TypeBatchRead, 3, AppendBatchRead(nil, BatchRead{DeadlineUS: 50000, Form: form, Namespace: ns, Tenant: "acme", Hashes: []Hash{hash}})),
 	} {

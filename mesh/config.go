@@ -62,6 +62,9 @@ type Config struct {
 	Store Store
 	// Manifests are what peers may ask for by handle; nil if none.
 	Manifests Manifests
+	// Forms returns a descriptor of each form that is known here of a namespace,
+	// for peers that ask; nil if none is.
+	Forms func(kvwire.Namespace) []kvwire.Descriptor
 
 	// FillTimeout bounds a fill whose context has no deadline. Default 2 s.
 	FillTimeout time.Duration

@@ -258,7 +258,7 @@ func (s *session) request() error {
 	}
 	arrived := time.Now()
 	switch h.Type {
-	case kvwire.TypeBatchRead, kvwire.TypeDirectory, kvwire.TypeCheck, kvwire.TypeManifest:
+	case kvwire.TypeBatchRead, kvwire.TypeDirectory, kvwire.TypeCheck, kvwire.TypeManifest, kvwire.TypeForms:
 	default:
 		return s.refuse(h.ID, kvwire.Errorf(kvwire.CodeBadField, "type", "a %s frame is not for the data port", h.Type))
 	}
@@ -275,6 +275,8 @@ func (s *session) request() error {
 		return s.directory(h.ID, body)
 	case kvwire.TypeManifest:
 		return s.manifest(h.ID, body)
+	case kvwire.TypeForms:
+		return s.forms(h.ID, body)
 	}
 	req, err := kvwire.ParseBatchRead(body, s.hashes[:0])
 	if err != nil {

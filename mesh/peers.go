@@ -43,6 +43,7 @@ type peer struct {
 	broken    bool // its directory cannot be followed for the moment
 	downUntil time.Time
 	downPause time.Duration
+	forms     map[kvwire.Namespace]*peerForms
 }
 
 // directory returns what the peer seems to hold, nil if nothing is known.
@@ -254,6 +255,9 @@ type peerTable struct {
 	m  *Mesh
 	wg sync.WaitGroup
 
+	starting sync.Mutex
+	stopped  bool // no goroutine may be started any more
+
 	mu     sync.Mutex
 	closed bool
 	byName map[string]*peer
@@ -323,5 +327,8 @@ func (t *peerTable) close() {
 	}
 	t.publish()
 	t.mu.Unlock()
+	t.starting.Lock()
+	t.stopped = true
+	t.starting.Unlock()
 	t.wg.Wait()
 }

@@ -30,6 +30,7 @@ type Stats struct {
 	DirectoryFull   uint64 // of them, whole filters
 	DirectoryServed uint64
 	Probes          uint64 // lookups in peers' filters
+	FormsAsked      uint64 // times that a peer was asked in what forms it may hold pages
 	JoinFailures    uint64
 	Rebuilds        uint64 // times that gossip stopped by itself and was started again
 
@@ -70,7 +71,7 @@ type counters struct {
 	served, servedBytes                                      atomic.Uint64
 	authFailures, refusals, badFrames                        atomic.Uint64
 	directoryPulls, directoryFull, directoryServed           atomic.Uint64
-	probes, joinFailures                                     atomic.Uint64
+	probes, joinFailures, formsAsked                         atomic.Uint64
 	failures, refused, notServed                             reasonCounters
 }
 
@@ -84,7 +85,7 @@ func (m *Mesh) Stats() Stats {
 		Served: n.served.Load(), ServedBytes: n.servedBytes.Load(), NotServed: n.notServed.load(),
 		AuthFailures: n.authFailures.Load(), Refusals: n.refusals.Load(), BadFrames: n.badFrames.Load(),
 		DirectoryPulls: n.directoryPulls.Load(), DirectoryFull: n.directoryFull.Load(),
-		DirectoryServed: n.directoryServed.Load(), Probes: n.probes.Load(), JoinFailures: n.joinFailures.Load(),
+		DirectoryServed: n.directoryServed.Load(), Probes: n.probes.Load(), FormsAsked: n.formsAsked.Load(), JoinFailures: n.joinFailures.Load(),
 		Rebuilds: m.gossip.rebuilds.Load(),
 	}
 	s.OwnPages, s.Unlisted = m.index.pages()

@@ -162,6 +162,7 @@ func meshNumbers(s mesh.Stats) (gauges, counters []number) {
 		{"membrane_directory_full_pulls_total", s.DirectoryFull},
 		{"membrane_directory_served_total", s.DirectoryServed},
 		{"membrane_directory_probes_total", s.Probes},
+		{"membrane_peer_forms_asked_total", s.FormsAsked},
 		{"membrane_join_failures_total", s.JoinFailures},
 		{"membrane_gossip_rebuilds_total", s.Rebuilds},
 	}

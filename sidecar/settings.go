@@ -31,6 +31,8 @@ type Settings struct {
 	EngineSocket     string // "": the default, or a place of this user's
 	EngineAddr       string
 	RESPAddr         string // "": none
+	LMAddr           string // "": none
+	LMOpen           bool
 	EngineTenant     string
 	EngineUIDs       List
 	Memory           Size
@@ -118,6 +120,8 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	str(&s.HTTPSocket, "http-socket", "", "Unix socket for HTTP, too")
 	str(&s.EngineSocket, "engine-socket", "", "Unix socket for engines (default "+DefaultEngineSocket+", or one in the user's runtime directory)")
 	str(&s.EngineAddr, "engine-addr", "", "HOST:PORT for engines, pages inline; 'off' for none; beyond loopback it needs --api-key-file")
+	str(&s.LMAddr, "lm-addr", "", "HOST:PORT for LMCache's lm:// clients (default none), who show no credential and have the --engine-tenant's values; beyond loopback it needs --lm-open")
+	flags.BoolVar(&s.LMOpen, "lm-open", s.LMOpen, usage("lm-open", "let whoever reaches --lm-addr beyond loopback read and write without a credential"))
 	str(&s.RESPAddr, "resp-addr", "", "HOST:PORT for Redis clients (default none); beyond loopback it needs --api-key-file")
 	str(&s.EngineTenant, "engine-tenant", "", "tenant of the pages of engines without an API key")
 	value(&s.EngineUIDs, "engine-uids", "user ids that may use the engine socket, beside root and the sidecar's own")
@@ -213,6 +217,9 @@ func (s *Settings) Validate() error {
 			return bad(l.flag, l.addr, "listens beyond loopback, which needs --api-key-file (membrane keys generate)")
 		}
 	}
+	if err := s.validateLM(); err != nil {
+		return err
+	}
 	if err := auth.CheckSubject(s.EngineTenant); err != nil {
 		return bad("engine-tenant", s.EngineTenant, "cannot be a tenant: %v", err)
 	}
@@ -246,6 +253,21 @@ func (s *Settings) Validate() error {
 		return bad("log-format", s.LogFormat, "is not text or json")
 	}
 	return nil
+}
+
+// validateLM checks the listener whose clients cannot show a credential.
+func (s *Settings) validateLM() error {
+	if s.LMAddr == "" {
+		if s.LMOpen {
+			return &SettingError{"lm-open", "true", "says what may reach --lm-addr, which is not set"}
+		}
+		return nil
+	}
+	host, err := checkAddr("lm-addr", s.LMAddr)
+	if err == nil && !isLoopback(host) && !s.LMOpen {
+		err = &SettingError{"lm-addr", s.LMAddr, "listens beyond loopback for clients without a credential, which needs --lm-open"}
+	}
+	return err
 }
 
 // validatePhases checks what prefill and decode on different nodes need.

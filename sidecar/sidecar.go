@@ -19,9 +19,11 @@ import (
 	"membrane/mesh"
 	"membrane/sidecar/disagg"
 	"membrane/sidecar/engineport"
+	"membrane/sidecar/forms"
 	"membrane/sidecar/fragments"
 	"membrane/sidecar/grpcapi"
 	"membrane/sidecar/httpapi"
+	"membrane/sidecar/lm"
 	"membrane/sidecar/resp"
 	"membrane/sidecar/roles"
 )
@@ -42,10 +44,12 @@ type Sidecar struct {
 	disagg    *disagg.Service
 	http      *httpapi.Server
 	resp      *resp.Server    // nil without a listener
+	lm        *lm.Server      // nil without a listener
 	grpc      *grpcapi.Server // nil without a listener
 
 	httpTCP                     net.Listener
 	engineTCP, respTCP, grpcTCP net.Listener // may be nil
+	lmTCP                       net.Listener // may be nil
 	httpUnix, engineSocket      *net.UnixListener
 
 	ready chan struct{}
@@ -106,6 +110,9 @@ func (n *Sidecar) open(keys secrets) error {
 		}
 		n.onClose(n.respTCP.Close)
 	}
+	if err = n.listenLM(); err != nil {
+		return err
+	}
 	if n.grpcTCP, err = listenGRPC(s); err != nil {
 		return err
 	}
@@ -122,7 +129,8 @@ func (n *Sidecar) open(keys secrets) error {
 	}
 	n.onClose(n.cache.Close)
 	manifests := &manifests{}
-	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests)); err != nil {
+	known := forms.NewRegistry()
+	if n.mesh, err = mesh.New(n.meshConfig(keys, manifests, known)); err != nil {
 		return err
 	}
 	if n.roles, err = n.newRoles(); err != nil {
@@ -140,7 +148,7 @@ func (n *Sidecar) open(keys secrets) error {
 		return err
 	}
 	n.engines, err = engineport.New(engineport.Config{
-		Node: s.NodeID, Server: "membrane " + n.version, Cache: n.cache, Fill: n.mesh, Keys: keys.api, Tenant: s.EngineTenant,
+		Node: s.NodeID, Server: "membrane " + n.version, Cache: n.cache, Fill: n.mesh, Forms: known, PeerForms: n.mesh, Keys: keys.api, Tenant: s.EngineTenant,
 		UIDs: uids, PageTokens: s.PageTokens, InboxBytes: max(int64(s.Inbox), 1), ClusterKey: keys.cluster, Metrics: n.set, Log: n.log,
 	})
 	if err != nil {
@@ -153,6 +161,9 @@ func (n *Sidecar) open(keys secrets) error {
 		}
 		n.onClose(n.resp.Close)
 	}
+	if err = n.openLM(); err != nil {
+		return err
+	}
 	n.http, err = httpapi.New(httpapi.Config{
 		NodeID: s.NodeID, Fragments: n.fragments, Disagg: n.disagg, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
 		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
@@ -164,7 +175,7 @@ func (n *Sidecar) open(keys secrets) error {
 	return err
 }
 
-func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config {
+func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests, known *forms.Registry) mesh.Config {
 	s := &n.settings
 	var suffix [4]byte
 	_, _ = rand.Read(suffix[:]) // never fails: crypto/rand ends the process instead
@@ -180,7 +191,7 @@ func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests) mesh.Config
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
 		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
 		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache, Manifests: manifests,
+		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors,
 	}
 }
 
@@ -227,7 +238,7 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	if err := n.mesh.Start(start); err != nil {
 		return errors.Join(err, n.close())
 	}
-	if err := errors.Join(n.engines.ServeSocket(n.engineSocket), n.serveEngines(), n.serveRESP()); err != nil {
+	if err := errors.Join(n.engines.ServeSocket(n.engineSocket), n.serveEngines(), n.serveRESP(), n.serveLM()); err != nil {
 		return errors.Join(err, n.mesh.Close(start), n.close())
 	}
 	n.http.Serve(n.httpTCP)
@@ -286,6 +297,9 @@ func (n *Sidecar) stop() error {
 	if n.resp != nil {
 		n.resp.Drain()
 	}
+	if n.lm != nil {
+		n.lm.Drain()
+	}
 	drained, now := n.wait(limit)
 	if !drained {
 		n.log.Warn().Int("in_flight", n.inFlight()).Msg("not all that was under way is done")
@@ -342,6 +356,9 @@ func (n *Sidecar) inFlight() int {
 	if n.resp != nil {
 		all += n.resp.InFlight()
 	}
+	if n.lm != nil {
+		all += n.lm.InFlight()
+	}
 	if n.grpc != nil {
 		all += n.grpc.InFlight()
 	}
@@ -358,6 +375,7 @@ type Addresses struct {
 	EngineSocket string `json:"engine_socket"`
 	EngineAddr   string `json:"engine_addr,omitempty"`
 	RESP         string `json:"resp,omitempty"`
+	LM           string `json:"lm,omitempty"`
 	GRPC         string `json:"grpc,omitempty"`
 	Data         string `json:"data"`
 	Gossip       string `json:"gossip"`
@@ -379,6 +397,9 @@ func (n *Sidecar) Addresses() Addresses {
 	if n.respTCP != nil {
 		a.RESP = n.respTCP.Addr().String()
 	}
+	if n.lmTCP != nil {
+		a.LM = n.lmTCP.Addr().String()
+	}
 	if n.grpcTCP != nil {
 		a.GRPC = n.grpcTCP.Addr().String()
 	}
@@ -399,6 +420,9 @@ func (n *Sidecar) banner() {
 	}
 	if a.RESP != "" {
 		e = e.Str("resp", a.RESP)
+	}
+	if a.LM != "" {
+		e = e.Str("lm", a.LM)
 	}
 	if len(s.Peers)+len(s.Join) > 0 {
 		e = e.Strs("peers", append(append([]string(nil), s.Peers...), s.Join...))

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -277,6 +278,7 @@ func TestFailedStartLeavesNothingOpen(t *testing.T) {
 	}
 	f("engine-addr", func(s *Settings) { s.EngineAddr, s.engineAddrIsFree = taken.Addr().String(), false })
 	f("resp-addr", func(s *Settings) { s.RESPAddr = taken.Addr().String() })
+	f("lm-addr", func(s *Settings) { s.LMAddr = taken.Addr().String() })
 	f("port", func(s *Settings) { s.Port = taken.Addr().(*net.TCPAddr).Port })
 	f("engine-socket", func(s *Settings) { s.EngineSocket = "/" + strings.Repeat("x", 200) })
 	f("http-socket", func(s *Settings) { s.HTTPSocket = "/proc/nothing/s" })
@@ -323,6 +325,45 @@ func TestRedisClients(t *testing.T) {
 	for _, line := range []string{
 		`membrane_resp_requests_total{command="get"} 1`, "membrane_resp_hits_total 1", "membrane_resp_stored_total 1",
 		"membrane_resp_connections 1", `membrane_evictions_total{reason="deleted"} 0`, "membrane_cache_pages 1",
+	} {
+		assert.Contains(t, string(text), line+"\n")
+	}
+	// An idle connection holds up no drain.
+	require.NoError(t, n.stop(t))
+	_, err = c.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF)
+}
+
+func TestLMClients(t *testing.T) {
+	t.Parallel()
+	s := testSettings(t, "n")
+	s.LMAddr = "127.0.0.1:0"
+	n := run(t, s)
+	c, err := net.Dial("tcp", n.Addresses().LM)
+	require.NoError(t, err)
+	defer func() { _ = c.Close() }()
+	require.NoError(t, c.SetDeadline(time.Now().Add(timeout)))
+	ask := func(command byte, value string) {
+		t.Helper()
+		b := append(make([]byte, 36), fmt.Sprintf("%-150s", "model@1@0@ab@half")...)
+		b[0], b[4], b[8], b[12], b[20] = command, byte(len(value)), 1, 2, 7
+		_, err := c.Write(append(b, value...))
+		require.NoError(t, err)
+	}
+	ask(1, "value")
+	ask(2, "")
+	got := make([]byte, 41)
+	_, err = io.ReadFull(c, got)
+	require.NoError(t, err)
+	assert.Equal(t, "\xc8\x00\x00\x00\x05\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x07", string(got[:17]))
+	assert.Equal(t, "value", string(got[36:]))
+	res, err := client.Get("http://" + n.Addresses().HTTP + "/metrics")
+	require.NoError(t, err)
+	defer func() { _ = res.Body.Close() }()
+	text, err := io.ReadAll(res.Body)
+	require.NoError(t, err)
+	for _, line := range []string{
+		`membrane_lm_requests_total{command="get"} 1`, "membrane_lm_hits_total 1", "membrane_lm_stored_total 1", "membrane_lm_connections 1",
 	} {
 		assert.Contains(t, string(text), line+"\n")
 	}

@@ -75,6 +75,7 @@ other pods hold, and hands them to the engine before it would compute them again
 		newClientCommand(),
 		newClusterStatusCommand(),
 		newKeysCommand(),
+		newDoctorCommand(),
 		newDemoCommand(),
 		newBenchCommand(),
 		newVersionCommand(),

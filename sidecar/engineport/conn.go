@@ -42,12 +42,15 @@ type conn struct {
 	inbox  *inbox
 
 	in, out   []byte
+	frames    kvwire.PageWriter
 	files     []int // to be sent with the answer
 	arrived   time.Time
 	locations []cache.Location
 	pages     []kvwire.PageRef
 	commits   []kvwire.Commit
 	refs      []ref
+	bench     cache.Workbench
+	forms     []kvwire.Form
 }
 
 // closing is an error after which nobody knows where the next frame begins.

@@ -6,6 +6,7 @@ import (
 
 	"github.com/VictoriaMetrics/metrics"
 
+	"membrane/cache"
 	"membrane/kvwire"
 )
 
@@ -48,6 +49,11 @@ type counters struct {
 	missedTokens             map[kvwire.Reason]*metrics.Counter
 	refused                  map[kvwire.Reason]*metrics.Counter
 	expired, corrupt         *metrics.Counter // releases that said so
+
+	translatedPages, translatedBytes *metrics.Counter
+	translateSeconds                 *metrics.FloatCounter
+	droppedForms                     *metrics.Counter // source copies that nobody here reads
+	untranslated                     *metrics.Counter // requests that ended at a page in another form
 }
 
 var opTypes = []kvwire.Type{
@@ -98,7 +104,22 @@ func newCounters(set *metrics.Set) *counters {
 		n.refused[r] = counter(`refused_stores_total{reason=%q}`, r)
 	}
 	n.expired, n.corrupt = counter(`releases_total{outcome="expired"}`), counter(`releases_total{outcome="corrupt"}`)
+	n.translatedPages, n.translatedBytes = set.NewCounter("membrane_translate_pages_total"), set.NewCounter("membrane_translate_bytes_total")
+	n.translateSeconds = set.NewFloatCounter("membrane_translate_seconds_total")
+	n.droppedForms, n.untranslated = set.NewCounter("membrane_translate_dropped_sources_total"), set.NewCounter("membrane_translate_refused_total")
 	return n
+}
+
+// converted counts a page that was translated.
+func (n *counters) converted(out cache.Converted) {
+	if out.Recipe == nil {
+		return
+	}
+	n.translatedPages.Inc()
+	n.translatedBytes.AddInt64(out.Bytes)
+	if out.Dropped {
+		n.droppedForms.Inc()
+	}
 }
 
 // request counts one request and its outcome.
@@ -150,10 +171,22 @@ type Served struct {
 	Bytes  uint64 `json:"bytes"`
 }
 
+// Translated is what was made of pages in other forms since the start.
+type Translated struct {
+	Pages   uint64  `json:"pages"`
+	Bytes   uint64  `json:"bytes"`
+	Seconds float64 `json:"seconds"`
+	// Dropped is how many of them took the place of their source, Refused how
+	// many requests ended at a page that could not be translated.
+	Dropped uint64 `json:"dropped_sources"`
+	Refused uint64 `json:"refused"`
+}
+
 // Counts is a snapshot of the port's counters since the start.
 type Counts struct {
 	LeasedLocal   Served            `json:"leased_local"`
 	LeasedPeer    Served            `json:"leased_peer"`
+	Translated    Translated        `json:"translated"`
 	StoredPages   uint64            `json:"stored_pages"`
 	StoredBytes   uint64            `json:"stored_bytes"`
 	ExistingPages uint64            `json:"existing_pages"`
@@ -170,6 +203,10 @@ func (n *counters) snapshot() Counts {
 	}
 	c := Counts{
 		LeasedLocal: serve(n.leased[local]), LeasedPeer: serve(n.leased[peer]),
+		Translated: Translated{
+			Pages: n.translatedPages.Get(), Bytes: n.translatedBytes.Get(), Seconds: n.translateSeconds.Get(),
+			Dropped: n.droppedForms.Get(), Refused: n.untranslated.Get(),
+		},
 		StoredPages: n.storedPages.Get(), StoredBytes: n.storedBytes.Get(), ExistingPages: n.existing.Get(),
 		MissedPages: nonZero(n.missedPages), MissedTokens: nonZero(n.missedTokens),
 		RefusedStores: nonZero(n.refused), Errors: nonZero(n.errors), Requests: make(map[string]uint64),

@@ -3,10 +3,13 @@ package engineport
 import (
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"membrane/cache"
+	"membrane/engines/layout"
 	"membrane/kvwire"
+	"membrane/sidecar/forms"
 )
 
 type engineKey struct{ tenant, name string }
@@ -22,15 +25,24 @@ type engine struct {
 	key        engineKey
 	facts      kvwire.ModelFacts
 	form       kvwire.Form
-	layout     string
+	layout     string // its name
 	space      *cache.Space
 	state      *spaceState
 	pageTokens int
 	shards     int
 	tp, pp     int
 	pageBytes  int64 // about: all shards, as large as the first that came
+	reader     *forms.Reader
+	// odd says why the engine's pages are neither served nor stored, nil where
+	// they are: set when a rank registers.
+	odd atomic.Pointer[layout.Error]
+	// sizes are those of each shard's object, in bytes; 0 until its worker comes.
+	sizes []atomic.Int64
 
 	ranks map[rankKey]*conn // guarded by Server.mu
+
+	hits, stored    atomic.Uint64 // pages
+	missed, refused byReason
 
 	memory *budget // of the server
 
@@ -38,8 +50,9 @@ type engine struct {
 	kept   int64 // bytes of chains and leases, taken from memory
 	chains map[uint64]*chain
 	leases map[uint64]*lease
-	live   int      // leases that have not ended, as far as we know
-	ended  []uint64 // leases that did, oldest first: to tell a double release from an unknown lease
+	live   int                    // leases that have not ended, as far as we know
+	named  map[kvwire.Form]string // why forms are not translated, as it was logged
+	ended  []uint64               // leases that did, oldest first: to tell a double release from an unknown lease
 }
 
 // spaceState orders resets and stores of one space: a store that was reserved
@@ -52,7 +65,8 @@ type spaceState struct {
 // chain is the tokens of one sequence under a handle.
 type chain struct {
 	owner  *conn
-	handle uint64 // 0: none yet
+	handle uint64      // 0: none yet
+	others []otherSize // found while it was received
 
 	// Guarded by engine.mu.
 	cost    int64 // bytes
@@ -105,7 +119,8 @@ func (c *conn) join(reg kvwire.Register, pageTokens int, object int64) error {
 		e = &engine{
 			key: key, facts: reg.Model, form: d.Form(), layout: d.Layout, space: space, state: s.stateOf(space),
 			pageTokens: pageTokens, shards: int(shard.Count), tp: d.TPSize, pp: d.PPSize,
-			pageBytes: object * int64(shard.Count), memory: &s.memory,
+			pageBytes: object * int64(shard.Count), memory: &s.memory, sizes: make([]atomic.Int64, shard.Count),
+			named: make(map[kvwire.Form]string),
 			ranks: make(map[rankKey]*conn), chains: make(map[uint64]*chain), leases: make(map[uint64]*lease),
 		}
 	} else if err := e.agree(reg); err != nil {
@@ -114,9 +129,16 @@ func (c *conn) join(reg kvwire.Register, pageTokens int, object int64) error {
 	if guard.rankTaken() && e.ranks[rank] != nil {
 		return kvwire.Errorf(kvwire.CodeRankTaken, "engine", "%q has a live connection as %s of shard %s", clip(reg.Engine), reg.Role, shard)
 	}
+	if s.engines[key] == nil {
+		e.reader = s.cfg.Forms.Attach(reg.Model, pageTokens, d)
+		for i, n := range e.reader.Sizes() {
+			e.sizes[i].Store(n)
+		}
+	}
 	s.engines[key] = e
 	e.ranks[rank] = c
 	c.eng, c.role, c.shard, c.object = e, reg.Role, shard, object
+	c.checkShape(reg, e, object)
 	return nil
 }
 
@@ -165,6 +187,7 @@ func (c *conn) leave() {
 	delete(e.ranks, rankKey{c.role, c.shard.Index})
 	if len(e.ranks) == 0 {
 		delete(c.s.engines, e.key)
+		e.reader.Close()
 	}
 	c.s.mu.Unlock()
 
@@ -260,3 +283,22 @@ func unknownHandle(field string, handle uint64) error {
 
 // holders returns how many ranks release a lease.
 func (e *engine) holders() int { return e.shards }
+
+// byReason counts by reason.
+type byReason [kvwire.LastReason + 1]atomic.Uint64
+
+func (r *byReason) add(why kvwire.Reason, n int) {
+	if int(why) < len(r) && n > 0 {
+		r[why].Add(uint64(n))
+	}
+}
+
+func (r *byReason) nonZero() map[string]uint64 {
+	out := make(map[string]uint64)
+	for i := range r {
+		if n := r[i].Load(); n > 0 {
+			out[kvwire.Reason(i).String()] = n
+		}
+	}
+	return out
+}

@@ -17,4 +17,12 @@ type Filler interface {
 	Fill(ctx context.Context, r FillRequest) (pages int, why kvwire.Reason)
 }
 
-var _ Filler = (*mesh.Mesh)(nil)
+// PeerForms knows in which forms other nodes may hold pages of a namespace.
+type PeerForms interface {
+	Forms(ctx context.Context, ns kvwire.Namespace) []kvwire.Descriptor
+}
+
+var (
+	_ Filler    = (*mesh.Mesh)(nil)
+	_ PeerForms = (*mesh.Mesh)(nil)
+)

@@ -12,10 +12,12 @@ type guards struct{ on }
 
 var guard guards
 
+func (on) headWindow() bool    { return true }
 func (on) inboxCap() bool      { return true }
 func (on) inboxSeal() bool     { return true }
 func (on) matchDeadline() bool { return true }
 func (on) missReason() bool    { return true }
+func (on) objectSize() bool    { return true }
 func (on) rankTaken() bool     { return true }
 func (on) reservedSlot() bool  { return true }
 

@@ -80,6 +80,7 @@ func (c *conn) receiveMatch(length int) (kvwire.Match, *chain, *ahead, error) {
 		}
 	}()
 	kc.Expect(min(rest, expectBytes) / 4)
+	others := e.otherSizes(m.Scope)
 	for rest > 0 {
 		b, err := c.r.Peek(min(rest, max(4, c.r.Buffered()&^3)))
 		if err != nil {
@@ -88,6 +89,7 @@ func (c *conn) receiveMatch(length int) (kvwire.Match, *chain, *ahead, error) {
 		if err := kc.AppendWire(b); err != nil {
 			return refuse(m, rest, err)
 		}
+		others = ch.feedOthers(others, b)
 		early.feed(kc.Hashes())
 		rest -= len(b)
 		_, _ = c.r.Discard(len(b)) // it has them
@@ -113,7 +115,7 @@ func (c *conn) match(m kvwire.Match, ch *chain, early *ahead) (err error) {
 	hashes := ch.hashes()
 	return c.lease(ask{
 		handle: ch.handle, hashes: hashes, first: min(int(m.Held)/e.pageTokens, len(hashes)), most: kvwire.MaxBatch,
-		deadline: c.deadline(m.DeadlineUS), ttl: ttl(m.LeaseMS), flags: m.Flags, early: early,
+		deadline: c.deadline(m.DeadlineUS), ttl: ttl(m.LeaseMS), flags: m.Flags, early: early, others: ch.others,
 	})
 }
 
@@ -176,6 +178,7 @@ type ask struct {
 	flags    uint16
 	early    *ahead // has looked up what is wanted, or nil
 	own      bool   // the lease is this connection's alone
+	others   []otherSize
 }
 
 // lease finds, fetches and leases pages and appends the answer.
@@ -186,9 +189,18 @@ func (c *conn) lease(a ask) error {
 	answer := kvwire.Leased{
 		Handle: a.handle, First: uint32(a.first), ChainPages: uint32(len(a.hashes)), Shards: uint16(e.shards),
 	}
+	if odd := e.odd.Load(); odd != nil && guard.headWindow() {
+		a.early.drop()
+		if answer.Pages, answer.Reason = 0, kvwire.ReasonLayout; len(wanted) == 0 {
+			answer.Reason = kvwire.ReasonNone
+		}
+		c.countLease(answer, nil, len(wanted))
+		c.out = kvwire.AppendLeased(c.out, answer)
+		return nil
+	}
 	if a.flags&kvwire.MatchPresence != 0 {
 		here, why := e.space.Match(e.form, wanted)
-		answer.Pages, answer.Reason = uint32(here), why
+		answer.Pages, answer.Reason = uint32(here), c.refine(why, wanted[here:], a.others, a.first+here)
 		c.out = kvwire.AppendLeased(c.out, answer)
 		return nil
 	}
@@ -197,9 +209,10 @@ func (c *conn) lease(a ask) error {
 		return err
 	}
 	defer prefix.Drop()
-	here := prefix.Pages()
-	if here < len(wanted) && why != kvwire.ReasonPinned && a.flags&kvwire.MatchLocal == 0 {
-		why = c.fill(&prefix, wanted[here:], why, a.deadline)
+	here, brought := prefix.Pages(), 0
+	if here < len(wanted) && why != kvwire.ReasonPinned {
+		brought, why = c.complete(&prefix, a, wanted, why)
+		why = c.refine(why, wanted[prefix.Pages():], a.others, a.first+prefix.Pages())
 	}
 	most := prefix.Pages()
 	// What was here already is checked once more, which takes time, too.
@@ -219,6 +232,10 @@ func (c *conn) lease(a ask) error {
 	if reason != kvwire.ReasonNone {
 		why = reason
 	}
+	if granted.ID != 0 && !e.fit(locs) {
+		_ = c.s.cfg.Cache.Cancel(granted.ID)
+		granted, locs, why = cache.Lease{}, locs[:0], kvwire.ReasonLayout
+	}
 	if granted.ID != 0 {
 		record := &lease{owner: c, own: a.own, expires: granted.Expires, left: c.holders(a.own)}
 		if err := e.addLease(granted.ID, record, wanted[:granted.Pages]); err != nil {
@@ -228,7 +245,7 @@ func (c *conn) lease(a ask) error {
 		answer.Lease, answer.Pages = granted.ID, uint32(granted.Pages)
 		answer.LeaseMS = uint32(max(time.Until(granted.Expires).Milliseconds(), 1))
 	}
-	answer.FromPeers = uint32(max(0, int(answer.Pages)-here))
+	answer.FromPeers = uint32(max(0, min(brought, int(answer.Pages)-here)))
 	if int(answer.Pages) < len(wanted) {
 		answer.Reason = why
 	}
@@ -263,47 +280,16 @@ func appendLocations(b []byte, locs []cache.Location) []byte {
 	return b
 }
 
-// fill gets the pages that follow the prefix from peers, as far as they could
-// be leased at all, and extends it by them.
-func (c *conn) fill(p *cache.Prefix, missing []kvwire.Hash, why kvwire.Reason, deadline time.Time) kvwire.Reason {
-	e := c.eng
-	by := deadline.Add(-min(margin, time.Until(deadline)/4))
-	room := int(c.s.cfg.Cache.Arena().Size() / 4 / e.pageBytes)
-	want := missing[:min(len(missing), max(0, room-p.Pages()))]
-	if c.s.cfg.Fill == nil || len(want) == 0 || !time.Now().Before(by) {
-		return why
-	}
-	if !guard.matchDeadline() {
-		by = by.Add(time.Second)
-	}
-	ctx, stop := c.watch(by)
-	defer stop()
-	r := FillRequest{Space: e.space, Form: e.form, Shards: e.shards, Hashes: want}
-	if e.shards == 1 { // with more, their sizes may differ and only their workers know them
-		r.ObjectBytes = []int64{c.object}
-	}
-	n, why := c.s.cfg.Fill.Fill(ctx, r)
-	n = min(max(n, 0), len(want))
-	switch {
-	case n == len(missing):
-		why = kvwire.ReasonNone
-	case n == len(want):
-		why = kvwire.ReasonPinned
-	case guard.missReason() && why == kvwire.ReasonNone:
-		why = kvwire.ReasonAbsent
-	}
-	if gone := p.Extend(want[:n]); gone != kvwire.ReasonNone {
-		why = gone
-	}
-	return why
-}
-
 func (c *conn) countLease(a kvwire.Leased, locs []cache.Location, wanted int) {
 	n, e := c.s.count, c.eng
-	localPages := int(a.Pages) - int(a.FromPeers)
-	n.hit(local, localPages, e.pageTokens, bytesOfAll(locs[:localPages*e.shards]))
-	n.hit(peer, int(a.FromPeers), e.pageTokens, bytesOfAll(locs[localPages*e.shards:]))
+	if a.Pages > 0 { // all of one size
+		page := bytesOfAll(locs[:e.shards])
+		n.hit(local, int(a.Pages-a.FromPeers), e.pageTokens, page*int64(a.Pages-a.FromPeers))
+		n.hit(peer, int(a.FromPeers), e.pageTokens, page*int64(a.FromPeers))
+	}
 	n.miss(a.Reason, wanted-int(a.Pages), e.pageTokens)
+	e.hits.Add(uint64(a.Pages))
+	e.missed.add(a.Reason, wanted-int(a.Pages))
 }
 
 func bytesOfAll(locs []cache.Location) (n int64) {
@@ -386,4 +372,19 @@ func (p *pace) learn(took time.Duration, bytes int64) {
 		now = (3*old + now) / 4
 	}
 	p.perSecond.Store(max(now, 1<<20))
+}
+
+// fits reports whether what is known of the pace says that so many bytes are done
+// in the time that is left. Each time that they are not the estimate rises a
+// little: else one slow page would rule out all that come after it.
+func (p *pace) fits(left time.Duration, bytes int64) bool {
+	speed := p.perSecond.Load()
+	if left <= 0 {
+		return false
+	}
+	if speed == 0 || left.Seconds()*float64(speed) >= float64(bytes) {
+		return true
+	}
+	p.perSecond.Store(speed + speed/4)
+	return false
 }

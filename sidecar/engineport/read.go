@@ -1,15 +1,14 @@
 package engineport
 
 import (
-	"net"
 	"time"
 
 	"membrane/kvwire"
 )
 
 // handleRead sends leased pages of this rank's shard from the arena, one frame
-// each. It checks everything before the first frame, because an error frame
-// can only stand in place of the answer.
+// each, many in one writev. It checks everything before the first frame, because
+// an error frame can only stand in place of the answer.
 func (c *conn) handleRead(id uint32, body []byte) error {
 	if err := c.stores(); err != nil {
 		return err
@@ -37,31 +36,36 @@ func (c *conn) handleRead(id uint32, body []byte) error {
 	if int64(r.First)+int64(r.Pages) > int64(len(hashes)) {
 		return kvwire.Errorf(kvwire.CodeBadField, "pages", "%d pages from %d on are beyond the lease's %d", r.Pages, r.First, len(hashes))
 	}
-	c.out = c.out[:0]
+	c.frames.Begin(c.nc, id)
+	defer c.frames.Drop()
 	for i, h := range hashes[r.First:][:r.Pages] {
-		if err := c.sendPage(id, uint32(i), h); err != nil {
-			return closing{err}
+		c.queuePage(uint32(i), h)
+		if c.frames.Full() {
+			if err := c.sendPages(); err != nil {
+				return err
+			}
 		}
 	}
-	return nil
+	return c.sendPages()
 }
 
-// sendPage writes one page frame. A page that left the cache although it was
+// queuePage queues one page frame. A page that left the cache although it was
 // leased (it failed its checksum) is a frame without bytes and with a reason.
-func (c *conn) sendPage(id, index uint32, h kvwire.Hash) error {
+func (c *conn) queuePage(index uint32, h kvwire.Hash) {
 	view, why := c.eng.space.View(c.shard, c.eng.form, h, false)
 	p := kvwire.PageHeader{Index: index, Shard: c.shard, Reason: why, Form: c.eng.form}
-	var object []byte
-	if view != nil {
-		defer view.Close()
-		object = view.Bytes()
-		p.Length, p.Sum, p.Auth = uint64(len(object)), view.Sum(), view.Auth()
+	if view == nil {
+		c.frames.Page(p, nil, nil)
+		return
 	}
-	head := kvwire.AppendHeader(c.out[:0], kvwire.Header{Type: kvwire.TypePage, ID: id, Length: uint32(kvwire.PageHeaderSize + len(object))})
-	head = kvwire.AppendPageHeader(head, p)
-	c.out = head[:0]
+	p.Sum, p.Auth = view.Sum(), view.Auth()
+	c.frames.Page(p, view.Bytes(), view)
+}
+
+func (c *conn) sendPages() error {
 	_ = c.nc.SetWriteDeadline(time.Now().Add(c.s.cfg.WriteTimeout))
-	frame := net.Buffers{head, object}
-	_, err := frame.WriteTo(c.nc)
-	return err
+	if err := c.frames.Flush(); err != nil {
+		return closing{err}
+	}
+	return nil
 }

@@ -18,6 +18,7 @@ import (
 	"membrane/cache"
 	"membrane/kvwire"
 	"membrane/sidecar/auth"
+	"membrane/sidecar/forms"
 )
 
 // Limits on what engines may ask for.
@@ -52,6 +53,10 @@ type Config struct {
 	Cache        *cache.Cache
 	// Fill gets pages from other nodes; nil where there are none.
 	Fill Filler
+	// Forms is what is known of how pages are laid out; nil makes one of the
+	// port's own. PeerForms adds what other nodes know; nil where there are none.
+	Forms     *forms.Registry
+	PeerForms PeerForms
 	// Keys are asked for on the localhost port; nil leaves it open.
 	Keys *auth.Keys
 	// Tenant owns the pages of engines without an API key. Default "public".
@@ -86,6 +91,7 @@ type Server struct {
 	slots    atomic.Int64 // reserved inbox slots
 	lastID   atomic.Uint64
 	pace     pace
+	making   pace   // of translation
 	memory   budget // for chains and leases
 	bodies   budget // for the bodies of large requests
 	// receiving is the slots of the arena that wait for an inline write.
@@ -118,6 +124,9 @@ func New(cfg Config) (*Server, error) {
 	}
 	if cfg.InboxBytes == 0 {
 		cfg.InboxBytes = 256 << 20
+	}
+	if cfg.Forms == nil {
+		cfg.Forms = forms.NewRegistry()
 	}
 	if cfg.WriteTimeout == 0 {
 		cfg.WriteTimeout = 10 * time.Second

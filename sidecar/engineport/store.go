@@ -64,6 +64,7 @@ func (c *conn) handleReserve(body []byte) error {
 			c.s.count.existing.Inc()
 		case kvwire.StoreRefused:
 			c.s.count.refused[answer.Reason].Inc()
+			e.refused.add(answer.Reason, 1)
 		}
 		c.out = kvwire.AppendReservations(c.out, []kvwire.Reservation{answer})
 	}
@@ -73,6 +74,9 @@ func (c *conn) handleReserve(body []byte) error {
 func (c *conn) reserve(r ref, epoch uint64) kvwire.Reservation {
 	refused := func(why kvwire.Reason) kvwire.Reservation {
 		return kvwire.Reservation{Status: kvwire.StoreRefused, Reason: why}
+	}
+	if c.eng.odd.Load() != nil && guard.headWindow() {
+		return refused(kvwire.ReasonLayout)
 	}
 	if c.eng.space.Has(c.eng.form, r.hash) {
 		return kvwire.Reservation{Status: kvwire.StoreExists}
@@ -165,12 +169,14 @@ func (c *conn) stored(res cache.PutResult) kvwire.Committed {
 	switch {
 	case res.Stored:
 		c.s.count.storedPages.Inc()
+		c.eng.stored.Add(1)
 		c.s.count.storedBytes.AddInt64(c.object)
 		return kvwire.Committed{Status: kvwire.StoreStored, Sum: res.Sum}
 	case res.Exists:
 		c.s.count.existing.Inc()
 		return kvwire.Committed{Status: kvwire.StoreExists, Sum: res.Sum}
 	}
+	c.eng.refused.add(res.Reason, 1)
 	if n := c.s.count.refused[res.Reason]; n != nil {
 		n.Inc()
 	}
@@ -240,6 +246,9 @@ func (c *conn) openWrite(header []byte, length int64) (*cache.Slot, cache.PutRes
 	}
 	if length != c.object {
 		return fail(kvwire.Errorf(kvwire.CodeBadField, "length", "an object of %d bytes instead of %d", length, c.object))
+	}
+	if c.eng.odd.Load() != nil && guard.headWindow() {
+		return nil, cache.PutResult{Reason: kvwire.ReasonLayout}, nil
 	}
 	// What is being received cannot be evicted, and its engine may be slow.
 	if !c.s.receiving.takeFirst(length) {

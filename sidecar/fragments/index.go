@@ -4,6 +4,8 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"membrane/cache"
 	"membrane/kvwire"
@@ -22,12 +24,27 @@ type index struct {
 	held func(pageID) bool
 
 	mu     sync.Mutex
-	byPage map[pageID]Fragment
+	byPage map[pageID]*entry
 	byHash map[payloadID]pageID
 }
 
+// entry is a fragment and when its bytes were last found to be right.
+type entry struct {
+	Fragment
+	checked atomic.Int64 // Unix nanoseconds
+}
+
+// recheckAfter is how old a check may be when an answer says that a fragment is
+// here. Whoever reads the bytes has them checked in any case.
+const recheckAfter = time.Second
+
+// stale reports whether the bytes need a look at now.
+func (e *entry) stale(now time.Time) bool {
+	return now.UnixNano()-e.checked.Load() >= int64(recheckAfter)
+}
+
 func newIndex(held func(pageID) bool) *index {
-	return &index{held: held, byPage: make(map[pageID]Fragment), byHash: make(map[payloadID]pageID)}
+	return &index{held: held, byPage: make(map[pageID]*entry), byHash: make(map[payloadID]pageID)}
 }
 
 // follow takes a change of the cache. News may be old: a page that left and
@@ -67,7 +84,7 @@ func (x *index) recheck(id pageID) {
 // add enters a fragment that was held a moment ago.
 func (x *index) add(id pageID, f Fragment) {
 	x.mu.Lock()
-	x.byPage[id] = f
+	x.byPage[id] = &entry{Fragment: f}
 	x.byHash[payloadID{f.Tenant, f.PayloadRef}] = id
 	x.mu.Unlock()
 	x.recheck(id) // it may have left before it was entered
@@ -77,16 +94,23 @@ func (x *index) add(id pageID, f Fragment) {
 func (x *index) page(id pageID) (Fragment, bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	f, ok := x.byPage[id]
-	return f, ok
+	e, ok := x.byPage[id]
+	if !ok {
+		return Fragment{}, false
+	}
+	return e.Fragment, true
 }
 
-// payload returns the page with a payload hash.
-func (x *index) payload(tenant, hash string) (pageID, Fragment, bool) {
+// payload returns the page with a payload hash; its entry is nil if there is
+// none.
+func (x *index) payload(tenant, hash string) (pageID, *entry) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	id, ok := x.byHash[payloadID{tenant, hash}]
-	return id, x.byPage[id], ok
+	if !ok {
+		return pageID{}, nil
+	}
+	return id, x.byPage[id]
 }
 
 func (x *index) len() int {
@@ -102,8 +126,8 @@ func (x *index) list(tenant, after string, limit int) ([]Fragment, bool) {
 	var all []Fragment
 	for payload, id := range x.byHash {
 		if payload.tenant == tenant {
-			if f := x.byPage[id]; f.StorageKey() > after {
-				all = append(all, f)
+			if e := x.byPage[id]; e.StorageKey() > after {
+				all = append(all, e.Fragment)
 			}
 		}
 	}

@@ -231,7 +231,7 @@ type Retrieved struct {
 
 // Retrieve looks for a fragment by its payload hash or storage key: the
 // tenant's own, else a public one. It says found only when the bytes are here
-// and are right. Another tenant's fragment is a miss like any other.
+// and were right within the last second. Another tenant's fragment is a miss like any other.
 func (s *Service) Retrieve(tenant, key string) Retrieved {
 	owners, hash := []string{tenant, auth.PublicTenant}, key
 	if i := strings.LastIndexByte(key, ':'); i >= 0 {
@@ -242,18 +242,23 @@ func (s *Service) Retrieve(tenant, key string) Retrieved {
 		owners = []string{key[:i]}
 	}
 	for _, owner := range owners {
-		id, f, ok := s.index.payload(owner, hash)
-		if !ok {
+		id, e := s.index.payload(owner, hash)
+		if e == nil {
 			continue
 		}
 		space := s.opened(id.key.Tenant, id.key.Namespace)
 		if space == nil {
 			continue
 		}
-		view, why := space.View(kvwire.Shard{Count: 1}, id.form, id.key.Hash, true)
+		now := time.Now()
+		look := e.stale(now)
+		view, why := space.View(kvwire.Shard{Count: 1}, id.form, id.key.Hash, look)
 		if view != nil {
 			view.Close()
-			return Retrieved{Found: true, Fragment: &f}
+			if look {
+				e.checked.Store(now.UnixNano())
+			}
+			return Retrieved{Found: true, Fragment: &e.Fragment}
 		}
 		if why == kvwire.ReasonCorrupt {
 			return Retrieved{Corrupt: true, PayloadHash: hash}

@@ -141,8 +141,8 @@ func TestOnlyGapsAreComputedBehindTheirRealPrefix(t *testing.T) {
 
 	b, bc := newService(t, 32<<20, nil)
 	for _, i := range []int{0, 2} { // a hole in the middle, and no end
-		id, _, ok := a.index.payload("public", fs[i].PayloadRef)
-		require.True(t, ok)
+		id, e := a.index.payload("public", fs[i].PayloadRef)
+		require.NotNil(t, e)
 		there, err := ac.Space(id.key.Tenant, id.key.Namespace)
 		require.NoError(t, err)
 		v, _ := there.View(kvwire.Shard{Count: 1}, id.form, id.key.Hash, true)
@@ -271,7 +271,7 @@ func TestFlippedByteIsCorruptAndComputedAgain(t *testing.T) {
 	s, c := newService(t, 32<<20, nil)
 	fs, err := s.Prefill(ctx(t), "public", upTo(200), "m")
 	require.NoError(t, err)
-	id, _, _ := s.index.payload("public", fs[0].PayloadRef)
+	id, _ := s.index.payload("public", fs[0].PayloadRef)
 	space := s.opened("public", id.key.Namespace)
 	v, _ := space.View(kvwire.Shard{Count: 1}, id.form, id.key.Hash, false)
 	v.Bytes()[100] ^= 1
@@ -283,6 +283,30 @@ func TestFlippedByteIsCorruptAndComputedAgain(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, fs, again)
 	assert.EqualValues(t, 200+128, s.computed.Get())
+}
+
+// TestRetrieveChecksOnceASecond looks at a fragment that was checked just now
+// and, by its clock, long ago: only then are the bytes looked at.
+func TestRetrieveChecksOnceASecond(t *testing.T) {
+	t.Parallel()
+	s, c := newService(t, 32<<20, nil)
+	fs, err := s.Prefill(ctx(t), "public", upTo(128), "m")
+	require.NoError(t, err)
+	hash := fs[0].PayloadRef
+	require.True(t, s.Retrieve("public", hash).Found)
+	id, e := s.index.payload("public", hash)
+	now := time.Unix(0, e.checked.Load())
+	assert.False(t, e.stale(now.Add(recheckAfter-1)))
+	assert.True(t, e.stale(now.Add(recheckAfter)))
+
+	v, _ := s.opened("public", id.key.Namespace).View(kvwire.Shard{Count: 1}, id.form, id.key.Hash, false)
+	v.Bytes()[100] ^= 1
+	v.Close()
+	e.checked.Store(time.Now().Add(time.Hour).UnixNano())
+	assert.True(t, s.Retrieve("public", hash).Found)
+	e.checked.Store(0)
+	assert.True(t, s.Retrieve("public", hash).Corrupt)
+	assert.EqualValues(t, 1, c.Stats().Corrupt)
 }
 
 func TestBadRequests(t *testing.T) {

@@ -92,7 +92,9 @@ func (s *Server) retrieve(c *fasthttp.RequestCtx, who auth.Identity) {
 		fail(c, http.StatusUnprocessableEntity, "too_large", "content_hash", fmt.Sprintf("%d bytes are more than %d", len(hash), maxContentHash))
 		return
 	}
-	answer(c, s.cfg.Fragments.Retrieve(who.Tenant, hash))
+	got := s.cfg.Fragments.Retrieve(who.Tenant, hash)
+	c.Response.SetStatusCode(http.StatusOK)
+	send(c, got.AppendJSON(make([]byte, 0, 1<<10)), nil)
 }
 
 type inventoryAnswer struct {

@@ -86,6 +86,7 @@ type Server struct {
 	cfg      Config
 	http     *fasthttp.Server
 	router   *router.Router
+	other    *endpoint // of requests that no route takes
 	draining atomic.Bool
 	inFlight atomic.Int64
 	bodies   *semaphore.Weighted // bytes
@@ -105,6 +106,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	s := &Server{cfg: cfg, router: router.New(), bodies: semaphore.NewWeighted(maxBodies), heavy: make(chan struct{}, maxHeavy)}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
+	s.other = s.endpoint("other")
 	s.routes()
 	s.http = &fasthttp.Server{
 		Name: "membrane", Handler: s.Handler, ErrorHandler: s.badRequest,
@@ -197,7 +199,7 @@ func (s *Server) badRequest(c *fasthttp.RequestCtx, err error) {
 	default:
 		fail(c, http.StatusBadRequest, "bad_request", "", "this is not an HTTP/1.1 request")
 	}
-	s.count("other", c, time.Now())
+	s.other.count(c, time.Now())
 }
 
 // quiet puts fasthttp's own lines, which are about clients' mistakes, where

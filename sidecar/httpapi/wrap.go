@@ -2,6 +2,7 @@ package httpapi
 
 import (
 	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -28,7 +29,8 @@ type handler func(c *fasthttp.RequestCtx, who auth.Identity)
 // wrap gives a route what all have: a request id, counters, a log line, the
 // check of the credential, and an answer when the handler panics, for which
 // fasthttp would end the process. Scope 0 needs no credential.
-func (s *Server) wrap(endpoint string, need auth.Scope, h handler) fasthttp.RequestHandler {
+func (s *Server) wrap(name string, need auth.Scope, h handler) fasthttp.RequestHandler {
+	e := s.endpoint(name)
 	return func(c *fasthttp.RequestCtx) {
 		began := time.Now()
 		s.inFlight.Add(1)
@@ -40,9 +42,11 @@ func (s *Server) wrap(endpoint string, need auth.Scope, h handler) fasthttp.Requ
 				fail(c, http.StatusInternalServerError, "internal", "", "the sidecar failed; its log has the request id")
 			}
 			s.inFlight.Add(-1)
-			s.count(endpoint, c, began)
-			s.cfg.Log.Debug().Str("request_id", id).Bytes("method", c.Method()).Str("endpoint", endpoint).
-				Int("status", c.Response.StatusCode()).Dur("took", time.Since(began)).Msg("request")
+			e.count(c, began)
+			if line := s.cfg.Log.Debug(); line.Enabled() {
+				line.Str("request_id", id).Bytes("method", c.Method()).Str("endpoint", name).
+					Int("status", c.Response.StatusCode()).Dur("took", time.Since(began)).Msg("request")
+			}
 		}()
 		who := auth.Anonymous()
 		if need != 0 && s.cfg.Keys != nil {
@@ -71,18 +75,6 @@ func (s *Server) identify(c *fasthttp.RequestCtx) (auth.Identity, bool) {
 		return auth.Identity{}, false
 	}
 	return s.cfg.Keys.Lookup(strings.TrimSpace(key))
-}
-
-func (s *Server) count(endpoint string, c *fasthttp.RequestCtx, began time.Time) {
-	method := string(c.Method())
-	switch method {
-	case "GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH":
-	default:
-		method = "other" // the caller's text would make metrics without end
-	}
-	m := s.cfg.Metrics
-	m.GetOrCreateCounter(fmt.Sprintf(`membrane_requests_total{endpoint=%q,method=%q,status="%d"}`, endpoint, method, c.Response.StatusCode())).Inc()
-	m.GetOrCreatePrometheusHistogram(fmt.Sprintf(`membrane_request_duration_seconds{endpoint=%q}`, endpoint)).UpdateDuration(began)
 }
 
 // requestID returns the caller's request id if it is well formed, else a new
@@ -118,7 +110,12 @@ func newRequestID(now time.Time) string {
 	}
 	b[6] = b[6]&0x0f | 0x70
 	b[8] = b[8]&0x3f | 0x80
-	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
+	var text [36]byte
+	t := hex.AppendEncode(text[:0], b[:4])
+	for _, part := range [][]byte{b[4:6], b[6:8], b[8:10], b[10:]} {
+		t = hex.AppendEncode(append(t, '-'), part)
+	}
+	return string(t)
 }
 
 // problem is the body of an error.

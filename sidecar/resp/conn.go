@@ -5,13 +5,13 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/netip"
 	"runtime/debug"
 	"time"
 
 	"membrane/cache"
 	"membrane/kvwire"
 	"membrane/sidecar/auth"
+	"membrane/sidecar/listener"
 )
 
 // conn is one connection. Its goroutine owns all of it but the socket, which
@@ -19,8 +19,7 @@ import (
 type conn struct {
 	s    *Server
 	id   int64
-	addr netip.Addr
-	sock *sock
+	sock *listener.Sock
 	in   *reader
 	out  writer
 
@@ -42,14 +41,11 @@ type conn struct {
 }
 
 func newConn(s *Server, nc *net.TCPConn) (*conn, error) {
-	sock, err := newSock(nc, s.lanes)
+	sock, err := listener.NewSock(nc, s.lanes)
 	if err != nil {
 		return nil, err
 	}
 	c := &conn{s: s, id: s.lastID.Add(1), sock: sock}
-	if a, ok := nc.RemoteAddr().(*net.TCPAddr); ok {
-		c.addr = a.AddrPort().Addr().Unmap()
-	}
 	c.in = newReader(c)
 	c.out = writer{s: s, sock: sock, proto: 2, text: make([]byte, 0, writeBuffer)}
 	if s.cfg.Keys == nil {
@@ -68,7 +64,11 @@ func (c *conn) become(id auth.Identity) error {
 	return nil
 }
 
-func (c *conn) run() {
+// Shut ends the connection, whatever is under way.
+func (c *conn) Shut() { c.sock.Shut() }
+
+// Run serves the connection until it ends.
+func (c *conn) Run() {
 	c.s.busy.Add(1)
 	defer c.end()
 	defer func() {
@@ -78,7 +78,7 @@ func (c *conn) run() {
 		}
 	}()
 	if !c.known {
-		_ = c.sock.nc.SetReadDeadline(time.Now().Add(c.s.cfg.greetTimeout))
+		_ = c.sock.TCP.SetReadDeadline(time.Now().Add(c.s.cfg.greetTimeout))
 	}
 	for !c.quit {
 		err := c.next()
@@ -94,8 +94,8 @@ func (c *conn) run() {
 // next reads one command and runs it.
 func (c *conn) next() error {
 	c.began = false
-	if c.in.buffered() == 0 {
-		if err := c.in.fill(); err != nil {
+	if len(c.in.Unread()) == 0 {
+		if err := c.in.Fill(); err != nil {
 			return err
 		}
 	}
@@ -106,14 +106,14 @@ func (c *conn) next() error {
 	}
 	if c.hurried && c.known {
 		c.hurried = false
-		return c.sock.nc.SetReadDeadline(time.Time{})
+		return c.sock.TCP.SetReadDeadline(time.Time{})
 	}
 	return nil
 }
 
-// read is the reader's source. Nothing is kept back from somebody who may wait
+// Read is the reader's source. Nothing is kept back from somebody who may wait
 // for it before he goes on.
-func (c *conn) read(p []byte) (int, error) {
+func (c *conn) Read(p []byte) (int, error) {
 	if err := c.out.flush(); err != nil {
 		return 0, err
 	}
@@ -123,18 +123,18 @@ func (c *conn) read(p []byte) (int, error) {
 				return 0, err
 			}
 		}
-		return c.sock.read(p)
+		return c.sock.Read(p)
 	}
 	c.s.busy.Add(-1)
 	defer c.s.busy.Add(1)
-	return c.sock.read(p)
+	return c.sock.Read(p)
 }
 
 // hurry sets the deadline for the rest of a command with n bytes of values.
 // Strangers have one already.
 func (c *conn) hurry(n int64) error {
 	c.hurried = true
-	return c.sock.nc.SetReadDeadline(time.Now().Add(c.s.cfg.stallTimeout + time.Duration(n/slowest)*time.Second))
+	return c.sock.TCP.SetReadDeadline(time.Now().Add(c.s.cfg.stallTimeout + time.Duration(n/slowest)*time.Second))
 }
 
 // hangUp ends a connection that cannot go on.
@@ -145,7 +145,7 @@ func (c *conn) hangUp(err error) {
 		c.out.fail("ERR " + bad.Error())
 		_ = c.out.flush()
 		c.linger()
-	case isTimeout(err) && c.out.err == nil:
+	case listener.IsTimeout(err) && c.out.err == nil:
 		c.s.count.slow.Inc()
 		c.out.fail("ERR timeout: the rest of a command or a credential did not come")
 		_ = c.out.flush()
@@ -157,18 +157,17 @@ func (c *conn) hangUp(err error) {
 // linger lets the last reply arrive: to close with unread bytes would reset
 // the connection and lose it.
 func (c *conn) linger() {
-	if c.out.err != nil || c.sock.nc.CloseWrite() != nil {
+	if c.out.err != nil || c.sock.TCP.CloseWrite() != nil {
 		return
 	}
-	_ = c.sock.nc.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
-	_, _ = io.CopyN(io.Discard, c.sock.nc, 1<<20)
+	_ = c.sock.TCP.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
+	_, _ = io.CopyN(io.Discard, c.sock.TCP, 1<<20)
 }
 
 func (c *conn) end() {
 	c.store.abort()
 	_ = c.out.flush() // lets go of views after a panic
-	_ = c.sock.nc.Close()
-	c.s.forget(c)
+	_ = c.sock.TCP.Close()
 	c.s.busy.Add(-1)
 }
 
@@ -176,7 +175,7 @@ func (c *conn) end() {
 func (c *conn) command() error {
 	c.q.reset()
 	c.refusal, c.cmd, c.mset = "", nil, msetResult{}
-	if c.in.buf[c.in.r] != '*' {
+	if c.in.Unread()[0] != '*' {
 		return c.inline()
 	}
 	argc, err := c.in.count('*')
@@ -241,7 +240,7 @@ func (c *conn) argument(i, argc int) error {
 	default:
 		from := len(c.q.memory)
 		c.q.memory = grow(c.q.memory, int(n))
-		err = c.in.full(c.q.memory[from:])
+		err = c.in.Full(c.q.memory[from:])
 		c.q.spans = append(c.q.spans, span{from, len(c.q.memory)})
 	}
 	if err == nil {
@@ -268,7 +267,7 @@ func (c *conn) skip(n int64) error {
 			return err
 		}
 	}
-	return c.in.skip(n)
+	return c.in.Skip(n)
 }
 
 // lookUp finds the command of the first argument and says in refusal why it

@@ -44,14 +44,6 @@ const (
 	// arguments between commands.
 	keepMemory = 16 << 10
 
-	// loopbackBuffer is SO_SNDBUF, which the kernel doubles: what a process may
-	// ask for by default (net.core.wmem_max).
-	loopbackBuffer = 208 << 10
-	// lanePatience is how long a reader may take nothing before others go on,
-	// laneWaits how often for one value.
-	lanePatience = 5 * time.Millisecond
-	laneWaits    = 32
-
 	greetTimeout = 10 * time.Second
 	// stallTimeout is how long the rest of a command may be on its way, plus
 	// one second for each slowest bytes of a value.

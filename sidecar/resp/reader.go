@@ -2,16 +2,10 @@ package resp
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
-	"io"
-)
 
-// source is where bytes come from: a connection, or a test's.
-type source interface {
-	// read waits for at least one byte.
-	read(p []byte) (int, error)
-}
+	"membrane/sidecar/listener"
+)
 
 // protocolError is bad input after which nobody knows where the next command
 // begins: it is answered and the connection closed.
@@ -19,31 +13,10 @@ type protocolError string
 
 func (e protocolError) Error() string { return "Protocol error: " + string(e) }
 
-// reader takes commands apart. Short parts come through its buffer, values
-// past it.
-type reader struct {
-	src  source
-	buf  []byte
-	r, w int
-}
+// reader takes commands apart.
+type reader struct{ *listener.Reader }
 
-func newReader(src source) *reader { return &reader{src: src, buf: make([]byte, readBuffer)} }
-
-func (p *reader) buffered() int { return p.w - p.r }
-
-// fill reads more into the buffer, in which there is room.
-func (p *reader) fill() error {
-	if p.r == p.w {
-		p.r, p.w = 0, 0
-	}
-	if p.w == len(p.buf) {
-		p.w = copy(p.buf, p.buf[p.r:p.w])
-		p.r = 0
-	}
-	n, err := p.src.read(p.buf[p.w:])
-	p.w += n
-	return err
-}
+func newReader(src listener.Source) *reader { return &reader{listener.NewReader(src, readBuffer)} }
 
 var errLineTooLong = protocolError("too big inline request")
 
@@ -51,17 +24,20 @@ var errLineTooLong = protocolError("too big inline request")
 // lone \n ends a line too, as in Redis.
 func (p *reader) line() ([]byte, error) {
 	for seen := 0; ; {
-		if i := bytes.IndexByte(p.buf[p.r+seen:p.w], '\n'); i >= 0 {
-			line := p.buf[p.r : p.r+seen+i]
-			p.r += seen + i + 1
-			return bytes.TrimSuffix(line, []byte("\r")), nil
+		have := p.Unread()
+		if i := bytes.IndexByte(have[seen:], '\n'); i >= 0 {
+			p.Drop(seen + i + 1)
+			return bytes.TrimSuffix(have[:seen+i], []byte("\r")), nil
 		}
-		seen = p.w - p.r
-		if seen == len(p.buf) {
+		seen = len(have)
+		if seen == p.Size() {
 			return nil, errLineTooLong
 		}
-		if err := p.fill(); err != nil {
-			return nil, unexpected(err, seen)
+		if err := p.Fill(); err != nil {
+			if seen > 0 {
+				err = listener.Unexpected(err)
+			}
+			return nil, err
 		}
 	}
 }
@@ -89,70 +65,20 @@ func (p *reader) count(first byte) (int64, error) {
 	return n, nil
 }
 
-// full reads len(dst) bytes.
-func (p *reader) full(dst []byte) error {
-	n := copy(dst, p.buf[p.r:p.w])
-	p.r += n
-	for n < len(dst) {
-		if len(dst)-n < len(p.buf)/2 { // what follows may come with it
-			if err := p.fill(); err != nil {
-				return unexpected(err, 1)
-			}
-			k := copy(dst[n:], p.buf[p.r:p.w])
-			p.r += k
-			n += k
-			continue
-		}
-		k, err := p.src.read(dst[n:])
-		n += k
-		if err != nil {
-			return unexpected(err, 1)
-		}
-	}
-	return nil
-}
-
-// each calls fn with the next n bytes, piece by piece.
-func (p *reader) each(n int64, fn func([]byte)) error {
-	for n > 0 {
-		if p.r == p.w {
-			if err := p.fill(); err != nil {
-				return unexpected(err, 1)
-			}
-		}
-		k := int(min(n, int64(p.w-p.r)))
-		fn(p.buf[p.r : p.r+k])
-		p.r += k
-		n -= int64(k)
-	}
-	return nil
-}
-
-// skip throws the next n bytes away.
-func (p *reader) skip(n int64) error { return p.each(n, func([]byte) {}) }
-
 var errBulkEnd = protocolError("a bulk string does not end where its length says")
 
 // end reads the end of a bulk string.
 func (p *reader) end() error {
-	for p.w-p.r < 2 {
-		if err := p.fill(); err != nil {
-			return unexpected(err, 1)
+	for len(p.Unread()) < 2 {
+		if err := p.Fill(); err != nil {
+			return listener.Unexpected(err)
 		}
 	}
-	if p.buf[p.r] != '\r' || p.buf[p.r+1] != '\n' {
+	if b := p.Unread(); b[0] != '\r' || b[1] != '\n' {
 		return errBulkEnd
 	}
-	p.r += 2
+	p.Drop(2)
 	return nil
-}
-
-// unexpected is an end in the middle of something.
-func unexpected(err error, seen int) error {
-	if errors.Is(err, io.EOF) && seen > 0 {
-		return io.ErrUnexpectedEOF
-	}
-	return err
 }
 
 // parseInt is for the numbers of the protocol and of arguments: decimal digits

@@ -31,7 +31,7 @@ func (c *conn) login(key []byte) (bad string) {
 		return "ERR " + err.Error()
 	}
 	if stranger {
-		c.s.met(c)
+		c.s.clients.Met(c)
 		c.hurried = true // ends the deadline of strangers
 	}
 	return ""
@@ -110,7 +110,7 @@ func reset(c *conn) {
 	c.out.proto, c.name = 2, ""
 	if c.s.cfg.Keys != nil {
 		c.known, c.identity, c.space = false, auth.Identity{}, nil
-		if c.sock.nc.SetReadDeadline(time.Now().Add(c.s.cfg.greetTimeout)) != nil {
+		if c.sock.TCP.SetReadDeadline(time.Now().Add(c.s.cfg.greetTimeout)) != nil {
 			c.quit = true
 		}
 		c.hurried = false

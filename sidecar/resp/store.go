@@ -3,7 +3,6 @@ package resp
 import (
 	"context"
 	"fmt"
-	"sync"
 	"time"
 
 	"membrane/cache"
@@ -91,7 +90,7 @@ func (c *conn) claim(n int64) bool {
 	if c.out.flush() != nil {
 		return false
 	}
-	ctx, cancel := context.WithTimeout(c.s.ctx, roomTimeout)
+	ctx, cancel := context.WithTimeout(c.s.clients.Context(), roomTimeout)
 	defer cancel()
 	return c.s.receiving.Acquire(ctx, n) == nil
 }
@@ -112,7 +111,7 @@ func (c *conn) refused(why kvwire.Reason) string {
 func (c *conn) receive(name []byte, n int64) error {
 	c.prepare(name, n)
 	v := &c.store
-	if int64(c.in.buffered()) < n {
+	if int64(len(c.in.Unread())) < n {
 		if err := c.hurry(n); err != nil {
 			return err
 		}
@@ -120,48 +119,11 @@ func (c *conn) receive(name []byte, n int64) error {
 	c.s.count.received.AddInt64(n)
 	switch {
 	case v.slot != nil:
-		return c.parts(v.slot.Bytes())
+		return c.in.Parts(v.slot.Bytes(), v.header, &v.sums)
 	case v.exists:
-		return c.compare()
+		return c.in.Compare(c.sameHeader(), n, &v.sums)
 	}
-	return c.in.skip(n)
-}
-
-// parts reads a value into its slot behind the header, and takes the checksum
-// of each part as soon as it is here.
-func (c *conn) parts(slot []byte) error {
-	at := c.store.header
-	for i := 0; i*cache.PartSize < len(slot); i++ {
-		end := min((i+1)*cache.PartSize, len(slot))
-		if err := c.in.full(slot[at:end]); err != nil {
-			return err
-		}
-		c.store.sums.Set(i, slot[i*cache.PartSize:end])
-		at = end
-	}
-	return nil
-}
-
-// scratch is for the parts of values that are here already.
-var scratch = sync.Pool{New: func() any { return new([cache.PartSize]byte) }}
-
-// compare reads a value that is here already and takes its checksum.
-func (c *conn) compare() error {
-	v := &c.store
-	b := scratch.Get().(*[cache.PartSize]byte)
-	defer scratch.Put(b)
-	at, left := copy(b[:], c.sameHeader()), v.length
-	for i := 0; ; i++ {
-		n := min(left, int64(len(b)-at))
-		if err := c.in.full(b[at : at+int(n)]); err != nil {
-			return err
-		}
-		v.sums.Set(i, b[:at+int(n)])
-		if left -= n; left == 0 {
-			return nil
-		}
-		at = 0
-	}
+	return c.in.Skip(n)
 }
 
 // sameHeader returns the header that the value has which is here, or, while

@@ -9,13 +9,14 @@ import (
 
 	"membrane/cache"
 	"membrane/kvwire"
+	"membrane/sidecar/listener"
 )
 
 // writer gathers replies and writes them in one go, values from where they
 // lie. Its first error stays and makes all that follows void.
 type writer struct {
 	s     *Server
-	sock  *sock
+	sock  *listener.Sock
 	proto int // 2 or 3
 
 	text    []byte // never grows: the vector points into it
@@ -161,8 +162,8 @@ func (w *writer) value(b []byte) {
 	w.held++
 	w.pending += len(b)
 	w.sums.Reset()
-	w.sock.enter()
-	defer w.sock.leave()
+	w.sock.Enter()
+	defer w.sock.Leave()
 	at := len(all) - len(b)
 	for i := 0; w.err == nil; i++ {
 		end := min((i+1)*cache.PartSize, len(all))
@@ -206,7 +207,7 @@ func (w *writer) part(b []byte) {
 // send writes what is in the vector, and keeps text and views.
 func (w *writer) send() {
 	if w.err == nil && len(w.vector) > 0 {
-		if w.err = w.sock.writev(w.vector, w.s.cfg.writeTimeout); w.err != nil && isTimeout(w.err) {
+		if w.err = w.sock.Writev(w.vector, w.s.cfg.writeTimeout); w.err != nil && listener.IsTimeout(w.err) {
 			w.s.count.slow.Inc()
 		}
 	}

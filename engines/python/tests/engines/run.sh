@@ -7,6 +7,7 @@
 # MEMBRANE_BIN             the binary to test; built when not set
 # MEMBRANE_VLLM_PYTHON     an interpreter that has vLLM, instead of installing it
 # MEMBRANE_SGLANG_PYTHON   an interpreter that has SGLang, likewise
+# MEMBRANE_LMCACHE_PYTHON  one that has LMCache, pytest and torch, likewise
 # MEMBRANE_TEST_PYTHON     an interpreter that has pytest and numpy, likewise
 # MEMBRANE_TEST_LOGS       where logs go; build/test-engines when not set
 set -euo pipefail
@@ -22,6 +23,10 @@ if [[ -z ${MEMBRANE_SGLANG_PYTHON:-} ]]; then
 	venv=$("$root/.ci/venv.sh" sglang "$here/sglang-requirements.txt" "$here/sglang-overrides.txt")
 	MEMBRANE_SGLANG_PYTHON=$venv/bin/python
 fi
+if [[ -z ${MEMBRANE_LMCACHE_PYTHON:-} ]]; then
+	venv=$("$root/.ci/venv.sh" lmcache "$root/bench/python/lmcache-requirements.txt" "$here/overrides.txt")
+	MEMBRANE_LMCACHE_PYTHON=$venv/bin/python
+fi
 if [[ -z ${MEMBRANE_TEST_PYTHON:-} ]]; then
 	venv=$("$root/.ci/venv.sh" tools "$root/tools/python-requirements.txt")
 	MEMBRANE_TEST_PYTHON=$venv/bin/python
@@ -30,7 +35,7 @@ if [[ -z ${MEMBRANE_BIN:-} ]]; then
 	make -C "$root" build
 	MEMBRANE_BIN=$root/bin/membrane
 fi
-export MEMBRANE_BIN MEMBRANE_VLLM_PYTHON MEMBRANE_SGLANG_PYTHON
+export MEMBRANE_BIN MEMBRANE_VLLM_PYTHON MEMBRANE_SGLANG_PYTHON MEMBRANE_LMCACHE_PYTHON
 export MEMBRANE_TEST_LOGS=${MEMBRANE_TEST_LOGS:-$root/build/test-engines}
 
 cd "$here/../.."

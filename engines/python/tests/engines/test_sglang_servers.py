@@ -1,7 +1,7 @@
 """Real SGLang servers, each with the sidecar, booted once for all cases.
 
 `one` and `two` have a sidecar each, which are peers, and host pools of two layouts
-whose pages are the same; `other` shares the sidecar of `one`, in another form.
+whose pages are the same; `other` shares the sidecar of `one` and has another layout.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ from sglang_harness import STORE_MS, SGLang
 
 N = 1000
 PAGES = N // PAGE
-TRANSLATES = False
-"""Whether the sidecar makes pages of one form out of those of another."""
 
 
 @dataclass
@@ -100,10 +98,6 @@ def stored(server: SGLang, ids: list[int]) -> Answer:
         "the store",
     )
     return want
-
-
-def missed_pages(sidecar: Sidecar) -> int:
-    return sum(map(int, sidecar.stats()["engine_port"]["missed_pages"].values()))
 
 
 def leased(sidecar: Sidecar, source: str) -> dict[str, int]:
@@ -170,11 +164,11 @@ def test_same_keys_and_sizes_in_another_layout(servers: Servers, writer: str) ->
     assert first.page_bytes() == second.page_bytes()
     ids = servers.fresh()
     want = stored(first, ids)
-    missed = missed_pages(servers.a)
+    before = servers.a.stats()["engine_port"]["translated"]["pages"]
     got = second.generate(ids)
     same(got, want)
-    assert got.storage == (PAGES * PAGE if TRANSLATES else 0)
-    assert TRANSLATES or missed_pages(servers.a) > missed, "the miss was not counted"
+    assert got.storage == PAGES * PAGE
+    assert servers.a.stats()["engine_port"]["translated"]["pages"] - before == PAGES
 
 
 def test_extra_keys_share_nothing(servers: Servers) -> None:
@@ -288,7 +282,7 @@ def test_namespace_is_that_of_vllm(servers: Servers) -> None:
         env=engine_environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

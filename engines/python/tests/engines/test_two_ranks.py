@@ -96,6 +96,46 @@ def loads_again(ranks: Engine, ids: list[int], want: Answer) -> None:
     )
 
 
+def test_pages_of_another_tensor_parallel_size(engines: list[Engine], logs: Path) -> None:
+    """An engine of one rank reads the pages of two, and the other way round: the same tokens."""
+    ranks, one = engines
+    sidecar = sidecar_of(ranks)
+
+    def translated() -> int:
+        return int(sidecar.stats()["engine_port"]["translated"]["pages"])
+
+    single = Engine("vllm-single", logs, ranks.model, sidecar)
+    try:
+        single.start()
+        single.wait()
+        ids, want = stored(engines, 71)
+        before = translated()
+        got = single.complete(ids)
+        assert got.cached == PAGES * PAGE
+        assert got.tokens == want.tokens
+        assert translated() == before + PAGES
+
+        ids = prompt(N, 73)
+        want = one.complete(ids)
+        had = single.count("worker", "stored_pages")
+        single.complete(ids, 1)
+        eventually(
+            lambda: single.count("worker", "stored_pages") == had + PAGES, "the store of one rank"
+        )
+        loaded = counts(ranks, "loaded_pages")
+        got = ranks.complete(ids)
+        assert got.cached == PAGES * PAGE
+        assert got.tokens == want.tokens
+        assert translated() == before + 2 * PAGES
+        eventually(
+            lambda: counts(ranks, "loaded_pages") == [n + PAGES for n in loaded],
+            "the load of both shards",
+        )
+    finally:
+        assert not single.stop(), "it had to be killed"
+    eventually(lambda: len(sidecar.status()["engines"]["engines"]) == 1, "that it is gone")
+
+
 def test_flipped_byte_in_one_ranks_shard(engines: list[Engine]) -> None:
     """The page is not offered to the other rank either."""
     ranks = engines[0]

@@ -1,10 +1,11 @@
-package resp
+package listener
 
 import (
 	"errors"
 	"io"
 	"net"
 	"os"
+	"runtime"
 	"syscall"
 	"time"
 	"unsafe"
@@ -12,12 +13,30 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sock is the socket of one connection. Reads and writes are made with the
+const (
+	// loopbackBuffer is SO_SNDBUF, which the kernel doubles: what a process may
+	// ask for by default (net.core.wmem_max).
+	loopbackBuffer = 208 << 10
+	// lanePatience is how long a reader may take nothing before others go on,
+	// laneWaits how often for one value.
+	lanePatience = 5 * time.Millisecond
+	laneWaits    = 32
+)
+
+// Lanes bound how many long values are on their way out at a time: a token for
+// each. Nil is no bound.
+type Lanes chan struct{}
+
+// NewLanes returns one more than there are processors.
+func NewLanes() Lanes { return make(Lanes, runtime.GOMAXPROCS(0)+1) }
+
+// Sock is the socket of one connection. Reads and writes are made with the
 // system calls themselves, so that many pieces of memory go out in one of them
-// and none is allocated. One goroutine reads and writes; shut may be called by
+// and none is allocated. One goroutine reads and writes; Shut may be called by
 // others.
-type sock struct {
-	nc  *net.TCPConn
+type Sock struct {
+	// TCP is for deadlines and for closing.
+	TCP *net.TCPConn
 	raw syscall.RawConn
 
 	// Arguments and results of the callbacks, which are made once.
@@ -25,7 +44,7 @@ type sock struct {
 	out     []unix.Iovec
 	hdr     unix.Msghdr
 	wait    bool
-	lanes   chan struct{}
+	lanes   Lanes
 	inLane  bool
 	waits   int // in the lane
 	n       int
@@ -34,15 +53,15 @@ type sock struct {
 	send    func(fd uintptr) bool
 }
 
-// newSock returns the socket of a connection; lanes may be nil. What is on its
+// NewSock returns the socket of a connection; lanes may be nil. What is on its
 // way between two processes of one machine needs no more of a buffer than stays
 // in the processor's caches; the kernel's own choice grows to megabytes.
-func newSock(nc *net.TCPConn, lanes chan struct{}) (*sock, error) {
+func NewSock(nc *net.TCPConn, lanes Lanes) (*Sock, error) {
 	raw, err := nc.SyscallConn()
 	if err != nil {
 		return nil, err
 	}
-	s := &sock{nc: nc, raw: raw, lanes: lanes}
+	s := &Sock{TCP: nc, raw: raw, lanes: lanes}
 	if a, ok := nc.RemoteAddr().(*net.TCPAddr); ok && a.IP.IsLoopback() {
 		if err := nc.SetWriteBuffer(loopbackBuffer); err != nil {
 			return nil, err
@@ -72,8 +91,8 @@ func newSock(nc *net.TCPConn, lanes chan struct{}) (*sock, error) {
 	return s, nil
 }
 
-// read waits for bytes, until the read deadline.
-func (s *sock) read(p []byte) (int, error) {
+// Read waits for bytes, until the read deadline.
+func (s *Sock) Read(p []byte) (int, error) {
 	s.in = p
 	err := s.raw.Read(s.receive)
 	s.in = nil
@@ -88,9 +107,9 @@ func (s *sock) read(p []byte) (int, error) {
 	return s.n, nil
 }
 
-// writev writes everything, or fails when the other side takes nothing for the
+// Writev writes everything, or fails when the other side takes nothing for the
 // length of timeout. It changes iov.
-func (s *sock) writev(iov []unix.Iovec, timeout time.Duration) error {
+func (s *Sock) Writev(iov []unix.Iovec, timeout time.Duration) error {
 	s.wait = false
 	limit := timeout
 	for len(iov) > 0 {
@@ -98,8 +117,8 @@ func (s *sock) writev(iov []unix.Iovec, timeout time.Duration) error {
 		err := s.raw.Write(s.send)
 		s.out = nil
 		switch {
-		case err != nil && s.inLane && isTimeout(err):
-			s.leave() // others need not wait for a slow reader
+		case err != nil && s.inLane && IsTimeout(err):
+			s.Leave() // others need not wait for a slow reader
 			s.errno, limit = syscall.EAGAIN, timeout-lanePatience
 		case err != nil:
 			return err
@@ -114,35 +133,36 @@ func (s *sock) writev(iov []unix.Iovec, timeout time.Duration) error {
 		}
 		s.wait = true
 		if s.waits++; s.inLane && s.waits > laneWaits {
-			s.leave()
+			s.Leave()
 		}
 		if s.inLane {
 			limit = lanePatience
 		}
 		if len(iov) > 0 {
-			err = s.nc.SetWriteDeadline(time.Now().Add(limit))
+			err = s.TCP.SetWriteDeadline(time.Now().Add(limit))
 		}
-		if err != nil && !isTimeout(err) {
+		if err != nil && !IsTimeout(err) {
 			return err
 		}
 	}
 	if s.wait {
-		return s.nc.SetWriteDeadline(time.Time{})
+		return s.TCP.SetWriteDeadline(time.Time{})
 	}
 	return nil
 }
 
-// enter waits for a lane: only so many long values are on their way at a time,
+// Enter waits for a lane: only so many long values are on their way at a time,
 // so that what is copied to and from the sockets' buffers stays in the
 // processor's caches. Whoever does not read gives his up.
-func (s *sock) enter() {
+func (s *Sock) Enter() {
 	if s.lanes != nil {
 		s.lanes <- struct{}{}
 		s.inLane, s.waits = true, 0
 	}
 }
 
-func (s *sock) leave() {
+// Leave gives the lane back, if it has one.
+func (s *Sock) Leave() {
 	if s.inLane {
 		s.inLane = false
 		<-s.lanes
@@ -166,11 +186,12 @@ func advance(iov []unix.Iovec, n int) []unix.Iovec {
 	return iov
 }
 
-func isTimeout(err error) bool { return errors.Is(err, os.ErrDeadlineExceeded) }
+// IsTimeout reports whether a read or write ended at its deadline.
+func IsTimeout(err error) bool { return errors.Is(err, os.ErrDeadlineExceeded) }
 
-// shut ends both directions, whatever is under way. The owner of the socket
+// Shut ends both directions, whatever is under way. The owner of the socket
 // closes it.
-func (s *sock) shut() {
+func (s *Sock) Shut() {
 	_ = s.raw.Control(func(fd uintptr) { _ = unix.Shutdown(int(fd), unix.SHUT_RDWR) })
-	_ = s.nc.SetDeadline(time.Unix(1, 0))
+	_ = s.TCP.SetDeadline(time.Unix(1, 0))
 }

@@ -1,0 +1,5 @@
+//go:build race
+
+package lm
+
+const raceOn = true
