@@ -152,6 +152,39 @@ def test_layer_first_and_page_first_direct_share_their_pages(
     other = MHATokenToKVPoolHost("page_first_direct")
     assert make(other).batch_get_v1(names, slots([4, 3, 2, 1, 0])) == [True] * 5
     assert (other.truth()[:, 4::-1] == pool.truth()[:, :5]).all()
+    assert sidecar.port("translated")["pages"] == 0
+
+
+def ranks_of(make: Make, layout: str, tp: int, truth: Any = None) -> list[Any]:
+    """Return the backend and the pool of each rank, which hold their heads of `truth`."""
+    out = []
+    for rank in range(tp):
+        pool = MHATokenToKVPoolHost(layout, heads=standin.H // tp)
+        if truth is not None:
+            heads = slice(rank * pool.head_num, (rank + 1) * pool.head_num)
+            pool.kv_buffer.array[:] = pool.in_layout(truth[..., heads, :])
+        out.append((make(pool, config={"tp_size": tp, "tp_rank": rank}), pool))
+    return out
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_read_in_every_layout_and_tensor_parallel_size(
+    sidecar: RealSidecar, make: Make, layout: str, tp: int
+) -> None:
+    """Keys and, with equal ranks, sizes are the same: what differs is where the numbers lie."""
+    sidecar.start()
+    truth = MHATokenToKVPoolHost("page_first_direct", 5).truth()
+    for b, _ in ranks_of(make, layout, tp, truth):
+        assert all(b.batch_set_v1(keys(4), slots([0, 1, 2, 3])))
+    for other in LAYOUTS:
+        for size in (1, 2):
+            for rank, (b, pool) in enumerate(ranks_of(make, other, size)):
+                assert b.batch_exists(keys(4)) == 4, (other, size)
+                assert all(b.batch_get_v1(keys(4), slots([9, 8, 7, 6])))
+                heads = slice(rank * pool.head_num, (rank + 1) * pool.head_num)
+                got = pool.truth()[:, [9, 8, 7, 6]]
+                assert (got == truth[:, :4, ..., heads, :]).all(), (other, size)
 
 
 def test_other_weights_never_share(
