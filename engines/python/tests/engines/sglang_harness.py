@@ -91,7 +91,7 @@ class SGLang(Engine):
         ]
         self.launch(argv, environment())
 
-    def wait(self, timeout: float = 400.0) -> None:
+    def wait(self, timeout: float = 600.0) -> None:
         """Wait until it serves; the first request of a machine compiles the page hash."""
         eventually(lambda: self.healthy() or not self.alive(), f"the start of {self.name}", timeout)
         assert self.alive(), self.tail()
