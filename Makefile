@@ -124,6 +124,7 @@ bench: build bench-peers-setup ## Run all benchmarks and write their results int
 	bin/membrane bench capacity --markdown >$(BENCH_OUT)/capacity.md
 	bin/membrane bench replay --out $(BENCH_OUT) >/dev/null
 	bin/membrane bench peers --out $(BENCH_OUT) >/dev/null
+	bin/membrane bench pd --out $(BENCH_OUT) >/dev/null
 	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=$(PROMPTS) --markdown >$(BENCH_OUT)/vllm.md
 	vllm=$(VLLM_PYTHON); lmcache=$(LMCACHE_PYTHON) || lmcache=; \
 	bin/membrane bench serve --vllm="$$vllm" --connector=$(PYTHON_DIR) --lmcache="$$lmcache" --markdown $(SERVE_FLAGS) >$(BENCH_OUT)/serve.md
@@ -131,7 +132,7 @@ bench: build bench-peers-setup ## Run all benchmarks and write their results int
 
 .PHONY: bench-docs
 bench-docs: ## Write what `make bench` has measured so far into docs/benchmarks.md
-	for report in peers replay; do \
+	for report in peers replay pd; do \
 		if [[ -e $(BENCH_OUT)/$$report.json ]]; then $(STATIC) go run ./cmd/benchplot $$report $(BENCH_OUT)/$$report.json docs/plots; fi; \
 	done
 	tools/bench-docs.sh docs/benchmarks.md $(BENCH_OUT)
@@ -158,6 +159,11 @@ bench-vllm-check: build ## The same shortly; fail below tools/bench-vllm-floors.
 bench-serve: build ## Load the pinned vLLM with each KV connector in turn, LMCache's too
 	vllm=$(VLLM_PYTHON); lmcache=$(LMCACHE_PYTHON) || lmcache=; \
 	bin/membrane bench serve --vllm="$$vllm" --connector=$(PYTHON_DIR) --lmcache="$$lmcache" $(SERVE_FLAGS)
+
+.PHONY: bench-pd
+bench-pd: build ## Measure prefill and decode on different nodes, and the hand-over
+	bin/membrane bench pd --out $(BENCH_OUT)
+	$(STATIC) go run ./cmd/benchplot pd $(BENCH_OUT)/pd.json $(BENCH_OUT)
 
 # How long requests run under faults, and with which seed (none: a random one,
 # which is printed).

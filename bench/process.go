@@ -32,8 +32,16 @@ const maxTail = 16 << 10
 
 // start runs the binary with args; name is for errors.
 func start(binary, name string, args ...string) (*process, error) {
+	return startEnv(nil, binary, name, args...)
+}
+
+// startEnv is start with further environment variables.
+func startEnv(env []string, binary, name string, args ...string) (*process, error) {
 	p := &process{name: name, cmd: exec.Command(binary, args...), exited: make(chan struct{}), waiter: map[string]chan map[string]any{}}
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if len(env) > 0 {
+		p.cmd.Env = append(os.Environ(), env...)
+	}
 	log, err := p.cmd.StderrPipe()
 	if err != nil {
 		return nil, fmt.Errorf("cannot start %s: %w", name, err)
@@ -159,19 +167,28 @@ func (p *process) cpu() (time.Duration, error) {
 // sidecar is a running `membrane serve`.
 type sidecar struct {
 	*process
-	http   string // HOST:PORT
-	socket string // path of the engine socket
-	gossip string // HOST:PORT
+	http   string         // HOST:PORT
+	socket string         // path of the engine socket
+	gossip string         // HOST:PORT
+	fields map[string]any // of the line that says where it serves
 }
+
+// field returns a text of the line that says where the sidecar serves.
+func (s *sidecar) field(name string) string { text, _ := s.fields[name].(string); return text }
 
 // startSidecar starts a sidecar on free ports of the loopback interface and
 // waits until it serves. Its sockets are in dir.
 func startSidecar(ctx context.Context, binary, dir, name string, args ...string) (*sidecar, error) {
+	return startSidecarEnv(ctx, nil, binary, dir, name, args...)
+}
+
+// startSidecarEnv is startSidecar with further environment variables.
+func startSidecarEnv(ctx context.Context, env []string, binary, dir, name string, args ...string) (*sidecar, error) {
 	args = append([]string{
 		"serve", "--node-id", name, "--port", "0", "--engine-addr", "127.0.0.1:0", "--engine-socket", dir + "/" + name + ".sock",
 		"--data-addr", "127.0.0.1:0", "--gossip-addr", "127.0.0.1:0", "--log-format", "json",
 	}, args...)
-	p, err := start(binary, "sidecar "+name, args...)
+	p, err := startEnv(env, binary, "sidecar "+name, args...)
 	if err != nil {
 		return nil, err
 	}
@@ -180,6 +197,7 @@ func startSidecar(ctx context.Context, binary, dir, name string, args ...string)
 		p.kill()
 		return nil, err
 	}
-	text := func(key string) string { s, _ := fields[key].(string); return s }
-	return &sidecar{process: p, http: text("http"), socket: text("engine_socket"), gossip: text("gossip")}, nil
+	s := &sidecar{process: p, fields: fields}
+	s.http, s.socket, s.gossip = s.field("http"), s.field("engine_socket"), s.field("gossip")
+	return s, nil
 }

@@ -47,7 +47,9 @@ const (
 	TypeDirectory Type = 0x23
 	TypeCheck     Type = 0x24
 	TypeManifest  Type = 0x25
-	TypeForms     Type = 0x26
+	TypeAwait     Type = 0x26
+	TypeQueues    Type = 0x27
+	TypeForms     Type = 0x28
 
 	// TypePage carries one page of a batch read or of an inline read.
 	TypePage Type = 0x40
@@ -64,7 +66,7 @@ var typeNames = map[Type]string{
 	TypeLease: "lease", TypeRelease: "release", TypeReserve: "reserve", TypeCommit: "commit", TypeDrop: "drop",
 	TypeReset: "reset", TypeStats: "stats", TypeRead: "read", TypeWrite: "write", TypeMatchHashes: "match_hashes", TypeChallenge: "challenge",
 	TypeProof: "proof", TypeBatchRead: "batch_read", TypeDirectory: "directory",
-	TypeCheck: "check", TypeManifest: "manifest", TypeForms: "forms", TypePage: "page", TypeError: "error",
+	TypeCheck: "check", TypeManifest: "manifest", TypeAwait: "await", TypeQueues: "queues", TypeForms: "forms", TypePage: "page", TypeError: "error",
 }
 
 // String returns the type's name, with "_answer" behind it for answers.
@@ -129,10 +131,10 @@ func (t Type) limit() uint32 {
 	switch t {
 	case TypePage, TypeWrite:
 		return MaxObject + PageHeaderSize
-	case TypeHello, TypeRegister, TypeChallenge, TypeProof, TypeReset, TypeForms, TypeError,
+	case TypeHello, TypeRegister, TypeChallenge, TypeProof, TypeReset, TypeForms, TypeError, TypeAwait,
 		TypeHello | AnswerBit, TypeRegister | AnswerBit, TypeStats | AnswerBit, TypeForms | AnswerBit, TypeError | AnswerBit:
 		return MaxJSON
-	case TypePing, TypeStats:
+	case TypePing, TypeStats, TypeQueues:
 		return 0
 	}
 	return MaxControl

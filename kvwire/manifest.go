@@ -25,6 +25,9 @@ const (
 	// ManifestPulled tells that the asker holds every page of the handle now.
 	// The answer is empty.
 	ManifestPulled ManifestOp = 1
+	// ManifestWait is ManifestGet, answered when the prefill of the handle has
+	// ended, or after WaitUS.
+	ManifestWait ManifestOp = 2
 )
 
 // ManifestRequest is about a handle of one tenant.
@@ -34,10 +37,12 @@ const (
 //	1       32    handle
 //	33      2     length of the tenant
 //	35      n     tenant
+//	…       4     wait, microseconds from arrival; with ManifestWait alone
 type ManifestRequest struct {
 	Op     ManifestOp
 	Handle Hash
 	Tenant string
+	WaitUS uint32
 }
 
 // AppendManifestRequest appends the message in wire form.
@@ -45,14 +50,18 @@ func AppendManifestRequest(b []byte, r ManifestRequest) []byte {
 	b = append(b, byte(r.Op))
 	b = append(b, r.Handle[:]...)
 	b = binary.LittleEndian.AppendUint16(b, uint16(len(r.Tenant)))
-	return append(b, r.Tenant...)
+	b = append(b, r.Tenant...)
+	if r.Op == ManifestWait {
+		b = binary.LittleEndian.AppendUint32(b, r.WaitUS)
+	}
+	return b
 }
 
 // ParseManifestRequest decodes the message.
 func ParseManifestRequest(body []byte) (ManifestRequest, error) {
 	d := decoder{b: body}
 	r := ManifestRequest{Op: ManifestOp(d.u8())}
-	if r.Op > ManifestPulled {
+	if r.Op > ManifestWait {
 		return r, Errorf(CodeBadField, "operation", "%d is not defined", r.Op)
 	}
 	copy(r.Handle[:], d.bytes(HashSize))
@@ -61,6 +70,9 @@ func ParseManifestRequest(body []byte) (ManifestRequest, error) {
 		return r, Errorf(CodeTooLarge, "tenant", "%d bytes are more than %d", n, MaxTenant)
 	}
 	r.Tenant = string(d.bytes(n))
+	if r.Op == ManifestWait {
+		r.WaitUS = d.u32()
+	}
 	return r, d.end("manifest")
 }
 
@@ -82,7 +94,8 @@ func ParseManifestRequest(body []byte) (ManifestRequest, error) {
 type Manifest struct {
 	Namespace Namespace
 	Form      Form
-	// Created and Expires are Unix times in milliseconds.
+	// Created and Expires are Unix times in milliseconds. Created is 0 while the
+	// prefill runs: there is no State yet, and not every page.
 	Created, Expires int64
 	PageTokens       int
 	Model            string

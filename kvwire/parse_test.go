@@ -79,6 +79,12 @@ var parsers = map[string]func([]byte) ([]byte, error){
 		r, err := ParseManifestRequest(b)
 		return AppendManifestRequest(nil, r), err
 	},
+	"await": func(b []byte) ([]byte, error) { r, err := ParseAwait(b, nil); return AppendBatchRead(nil, r), err },
+	"await_answer": func(b []byte) ([]byte, error) {
+		a, err := ParseAwaitAnswer(b)
+		return AppendAwaitAnswer(nil, a), err
+	},
+	"queues": func(b []byte) ([]byte, error) { q, err := ParseQueues(b); return AppendQueues(nil, q), err },
 	"manifest": func(b []byte) ([]byte, error) {
 		m, err := ParseManifest(b)
 		_, _, _ = m.Check()
@@ -107,7 +113,8 @@ var vectorParser = map[string]string{
 	"reserve": "reserve", "reserve_answer": "reservations", "commit": "commit", "commit_answer": "committed",
 	"drop": "handle", "read": "read", "page": "page", "challenge": "challenge", "challenge_answer": "challenge_answer",
 	"batch_read": "batch_read", "manifest_request": "manifest_request", "manifest_answer": "manifest_answer",
-	"forms": "forms",
+	"forms":         "forms",
+	"manifest_wait": "manifest_request", "await": "await", "await_answer": "await_answer", "queues_answer": "queues",
 }
 
 // vectorKey is the cluster key of the vectors.
@@ -191,7 +198,7 @@ func TestHeaderRefusesWhatIsNotAFrame(t *testing.T) {
 }
 
 func TestFrameLimitsHoldExactly(t *testing.T) {
-	for _, typ := range []Type{TypeHello, TypeRegister, TypeMatch, TypeMatchHashes, TypeReserve, TypePage, TypeWrite, TypeStats, TypeBatchRead, TypeManifest, TypeManifest | AnswerBit, TypeForms, TypeForms | AnswerBit, TypeError | AnswerBit} {
+	for _, typ := range []Type{TypeHello, TypeRegister, TypeMatch, TypeMatchHashes, TypeReserve, TypePage, TypeWrite, TypeStats, TypeBatchRead, TypeManifest, TypeAwait, TypeQueues, TypeForms, TypeForms | AnswerBit, TypeManifest | AnswerBit, TypeError | AnswerBit} {
 		limit := typ.limit()
 		_, err := ParseHeader(AppendHeader(nil, Header{Type: typ, Length: limit}))
 		assert.NoError(t, err, typ)
@@ -229,6 +236,16 @@ func TestBodyLimitsHoldExactly(t *testing.T) {
 	}
 	check("match_hashes", true, parseHashes(MaxBatch))
 	check("match_hashes", false, parseHashes(MaxBatch+1))
+	parseAwait := func(r BatchRead) error { _, err := ParseAwait(AppendBatchRead(nil, r), nil); return err }
+	check("awaited", true, parseAwait(BatchRead{Hashes: make([]Hash, MaxAwait)}))
+	check("awaited", false, parseAwait(BatchRead{Hashes: make([]Hash, MaxAwait+1)}))
+	check("awaited", false, parseAwait(BatchRead{}))
+	parseAwaited := func(n uint32) error {
+		_, err := ParseAwaitAnswer(AppendAwaitAnswer(nil, AwaitAnswer{Pages: n}))
+		return err
+	}
+	check("awaited pages", true, parseAwaited(MaxAwait))
+	check("awaited pages", false, parseAwaited(MaxAwait+1))
 	parseReserve := func(n int) error { _, err := ParseReserve(AppendReserve(nil, make([]PageRef, n)), nil); return err }
 	check("reserve", true, parseReserve(MaxBatch))
 	check("reserve", false, parseReserve(MaxBatch+1))

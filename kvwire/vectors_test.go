@@ -204,6 +204,10 @@ func TestFrameVectors(t *testing.T) {
 		"forms":            frame(TypeForms, 5, AppendFormsRequest(nil, ns)),
 		"check":            frame(TypeCheck, 3, AppendBatchRead(nil, BatchRead{DeadlineUS: 50000, Form: form, Namespace: ns, Tenant: "acme", Hashes: []Hash{hash}})),
 		"batch_read":       frame(TypeBatchRead, 3, AppendBatchRead(nil, BatchRead{DeadlineUS: 50000, Form: form, Namespace: ns, Tenant: "acme", Hashes: []Hash{hash}})),
+		"manifest_wait":    frame(TypeManifest, 5, AppendManifestRequest(nil, ManifestRequest{Op: ManifestWait, Handle: hash, Tenant: "acme", WaitUS: 50000})),
+		"await":            frame(TypeAwait, 6, AppendBatchRead(nil, BatchRead{DeadlineUS: 50000, Form: form, Namespace: ns, Tenant: "acme", Hashes: []Hash{hash}})),
+		"await_answer":     frame(TypeAwait|AnswerBit, 6, AppendAwaitAnswer(nil, AwaitAnswer{Pages: 1, Version: 9})),
+		"queues_answer":    frame(TypeQueues|AnswerBit, 7, AppendQueues(nil, Queues{Prefill: 3, Decode: 4})),
 	} {
 		want, ok := v.Frames[name]
 		require.True(t, ok, name)

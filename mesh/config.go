@@ -65,6 +65,9 @@ type Config struct {
 	// Forms returns a descriptor of each form that is known here of a namespace,
 	// for peers that ask; nil if none is.
 	Forms func(kvwire.Namespace) []kvwire.Descriptor
+	// Queues returns how many prompts wait here for prefill and how many requests
+	// for decode, for peers that ask; nil: none do.
+	Queues func() (prefill, decode int)
 
 	// FillTimeout bounds a fill whose context has no deadline. Default 2 s.
 	FillTimeout time.Duration

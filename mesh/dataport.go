@@ -9,6 +9,7 @@ import (
 	"net"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"membrane/kvwire"
@@ -19,7 +20,7 @@ const (
 	handshakeTime = 3 * time.Second
 	answerTime    = 5 * time.Second        // to write what carries no page
 	writeGrace    = 500 * time.Millisecond // beyond the deadline, to end an answer
-	maxReadTime   = time.Minute            // the longest deadline of a batch read
+	maxReadTime   = time.Minute            // the longest deadline of a batch read, and wait for pages or a manifest
 	keepHashes    = 4 << 10                // capacity that a connection keeps between requests
 )
 
@@ -39,6 +40,7 @@ type dataPort struct {
 	strangers []net.Conn // of them, those that have not done the challenge, oldest first
 
 	maxStrangers int
+	waits        atomic.Int32 // requests that are put off
 }
 
 func newDataPort(m *Mesh) *dataPort {
@@ -258,7 +260,7 @@ func (s *session) request() error {
 	}
 	arrived := time.Now()
 	switch h.Type {
-	case kvwire.TypeBatchRead, kvwire.TypeDirectory, kvwire.TypeCheck, kvwire.TypeManifest, kvwire.TypeForms:
+	case kvwire.TypeBatchRead, kvwire.TypeDirectory, kvwire.TypeCheck, kvwire.TypeManifest, kvwire.TypeAwait, kvwire.TypeQueues, kvwire.TypeForms:
 	default:
 		return s.refuse(h.ID, kvwire.Errorf(kvwire.CodeBadField, "type", "a %s frame is not for the data port", h.Type))
 	}
@@ -277,16 +279,25 @@ func (s *session) request() error {
 		return s.manifest(h.ID, body)
 	case kvwire.TypeForms:
 		return s.forms(h.ID, body)
+	case kvwire.TypeQueues:
+		return s.queues(h.ID)
 	}
-	req, err := kvwire.ParseBatchRead(body, s.hashes[:0])
+	parse := kvwire.ParseBatchRead
+	if h.Type == kvwire.TypeAwait {
+		parse = kvwire.ParseAwait
+	}
+	req, err := parse(body, s.hashes[:0])
 	if err != nil {
 		return s.refuse(h.ID, err)
 	}
 	if s.hashes = req.Hashes; cap(s.hashes) > keepHashes {
 		s.hashes = nil
 	}
-	if h.Type == kvwire.TypeCheck {
+	switch h.Type {
+	case kvwire.TypeCheck:
 		return s.check(h.ID, req, arrived)
+	case kvwire.TypeAwait:
+		return s.await(h.ID, req, arrived)
 	}
 	return s.batchRead(h.ID, req, arrived)
 }

@@ -16,6 +16,9 @@ type Manifests interface {
 	// Manifest returns the manifest of a tenant's handle in wire form, nil where
 	// there is none.
 	Manifest(tenant string, handle kvwire.Hash) []byte
+	// WaitManifest is Manifest, answered when the prefill of the handle has
+	// ended, or when ctx ends. Until then the manifest's Created is 0.
+	WaitManifest(ctx context.Context, tenant string, handle kvwire.Hash) []byte
 	// Pulled is told when a peer holds every page of a handle.
 	Pulled(tenant string, handle kvwire.Hash)
 }
@@ -92,6 +95,15 @@ func (p *peer) manifest(ctx context.Context, tenant string, handle kvwire.Hash) 
 		p.m.log.Debug().Err(err).Str("peer", p.name).Msg("cannot ask a peer for a manifest")
 		return nil
 	}
+	if manifest, err := p.checked(body, tenant, handle); err == nil && manifest != nil {
+		return manifest
+	}
+	return []byte{}
+}
+
+// checked returns the manifest in an answer if it is what was asked for, nil if
+// the peer has none.
+func (p *peer) checked(body []byte, tenant string, handle kvwire.Hash) ([]byte, error) {
 	manifest, err := kvwire.ParseManifestAnswer(body, p.m.cfg.ClusterKey, tenant)
 	if err == nil && manifest != nil {
 		err = checkManifest(manifest, handle)
@@ -99,12 +111,9 @@ func (p *peer) manifest(ctx context.Context, tenant string, handle kvwire.Hash) 
 	if err != nil {
 		p.m.counters.lies.Add(1)
 		p.m.strange.Warn().Err(err).Str("peer", p.name).Msg("a peer answered with a wrong manifest")
-		return []byte{}
+		return nil, err
 	}
-	if manifest == nil {
-		return []byte{}
-	}
-	return bytes.Clone(manifest)
+	return bytes.Clone(manifest), nil
 }
 
 func checkManifest(manifest []byte, handle kvwire.Hash) error {
@@ -119,9 +128,14 @@ func checkManifest(manifest []byte, handle kvwire.Hash) error {
 	return err
 }
 
-// ask sends one request about a manifest, over a connection that was used
-// before or, if the peer has closed that, over a new one.
+// ask sends one request about a manifest.
 func (p *peer) ask(ctx context.Context, req kvwire.ManifestRequest) ([]byte, error) {
+	return p.call(ctx, kvwire.TypeManifest, kvwire.AppendManifestRequest(nil, req))
+}
+
+// call sends one request, over a connection that was used before or, if the
+// peer has closed that, over a new one. It ends with the peer, too.
+func (p *peer) call(ctx context.Context, t kvwire.Type, req []byte) ([]byte, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(p.ctx, cancel)()
@@ -131,7 +145,7 @@ func (p *peer) ask(ctx context.Context, req kvwire.ManifestRequest) ([]byte, err
 			return nil, err
 		}
 		stop := c.watch(ctx)
-		body, err := c.call(kvwire.TypeManifest, kvwire.AppendManifestRequest(nil, req))
+		body, err := c.call(t, req)
 		usable := stop()
 		if err == nil && usable {
 			body = bytes.Clone(body)
@@ -152,13 +166,53 @@ func (p *peer) ask(ctx context.Context, req kvwire.ManifestRequest) ([]byte, err
 // them all, as far as ctx allows. A message that is lost costs the other node a
 // pin until it times out.
 func (m *Mesh) ManifestPulled(ctx context.Context, node, tenant string, handle kvwire.Hash) error {
-	for _, p := range m.peers.all() {
-		if p.name == node {
-			_, err := p.ask(ctx, kvwire.ManifestRequest{Op: kvwire.ManifestPulled, Handle: handle, Tenant: tenant})
-			return err
+	p := m.peers.named(node)
+	if p == nil {
+		return nil // it is gone, and its pins with it
+	}
+	_, err := p.ask(ctx, kvwire.ManifestRequest{Op: kvwire.ManifestPulled, Handle: handle, Tenant: tenant})
+	return err
+}
+
+// WaitManifest asks a node for a manifest that is complete only when its
+// prefill has ended, and waits for that as long as ctx allows. It returns nil
+// without an error when the prefill came to nothing.
+func (m *Mesh) WaitManifest(ctx context.Context, node, tenant string, handle kvwire.Hash) ([]byte, error) {
+	p := m.peers.named(node)
+	if p == nil {
+		return nil, fmt.Errorf("cannot wait for a manifest of %q: %w", node, errNoPeer)
+	}
+	for {
+		began := time.Now()
+		body, err := p.ask(ctx, kvwire.ManifestRequest{Op: kvwire.ManifestWait, Handle: handle, Tenant: tenant, WaitUS: waitUS(ctx)})
+		if err != nil {
+			return nil, fmt.Errorf("cannot wait for a manifest of %q: %w", node, err)
+		}
+		body, err = p.checked(body, tenant, handle)
+		if err != nil || body == nil {
+			return nil, err
+		}
+		got, err := kvwire.ParseManifest(body)
+		if err != nil || got.Created != 0 {
+			return body, err
+		}
+		if err := pauseAfter(ctx, began); err != nil {
+			return nil, fmt.Errorf("cannot wait for a manifest of %q: %w", node, err)
 		}
 	}
-	return nil // it is gone, and its pins with it
+}
+
+// waitManifest looks a manifest up for a peer, after a wait where it asks for
+// one and there is room for it.
+func (s *session) waitManifest(have Manifests, req kvwire.ManifestRequest) (out []byte) {
+	if req.Op == kvwire.ManifestGet {
+		return have.Manifest(req.Tenant, req.Handle)
+	}
+	wait := min(time.Duration(req.WaitUS)*time.Microsecond, maxReadTime)
+	if !s.whileThere(wait, func(ctx context.Context) { out = have.WaitManifest(ctx, req.Tenant, req.Handle) }) {
+		return have.Manifest(req.Tenant, req.Handle)
+	}
+	return out
 }
 
 // manifest answers a peer.
@@ -172,8 +226,8 @@ func (s *session) manifest(id uint32, body []byte) error {
 		switch req.Op {
 		case kvwire.ManifestPulled:
 			have.Pulled(req.Tenant, req.Handle)
-		case kvwire.ManifestGet:
-			if b := have.Manifest(req.Tenant, req.Handle); b != nil {
+		case kvwire.ManifestGet, kvwire.ManifestWait:
+			if b := s.waitManifest(have, req); b != nil {
 				out = kvwire.AppendManifestAnswer(nil, s.d.m.cfg.ClusterKey, req.Tenant, b)
 			}
 		}

@@ -1,6 +1,7 @@
 package mesh
 
 import (
+	"context"
 	"net"
 	"sync"
 	"testing"
@@ -17,6 +18,18 @@ type shelf struct {
 	mu     sync.Mutex
 	bodies map[kvwire.Hash][]byte
 	pulled []kvwire.Hash
+	ended  chan struct{} // closed when the prefills have ended; nil: none runs
+	waits  sync.WaitGroup
+}
+
+func (s *shelf) WaitManifest(ctx context.Context, tenant string, handle kvwire.Hash) []byte {
+	s.waits.Add(1)
+	defer s.waits.Done()
+	select {
+	case <-s.ended:
+	case <-ctx.Done():
+	}
+	return s.Manifest(tenant, handle)
 }
 
 func (s *shelf) Manifest(tenant string, handle kvwire.Hash) []byte {

@@ -276,6 +276,16 @@ func (t *peerTable) all() []*peer {
 	return nil
 }
 
+// named returns a peer, nil if there is none of that name.
+func (t *peerTable) named(name string) *peer {
+	for _, p := range t.all() {
+		if p.name == name {
+			return p
+		}
+	}
+	return nil
+}
+
 // up enters a member or what is new about it.
 func (t *peerTable) up(mb serf.Member) {
 	addr := mb.Tags[tagData]

@@ -18,6 +18,8 @@ type Stats struct {
 	Refused    cache.ReasonCounts // pages that did not come, by reason
 	Corrupt    uint64             // objects from peers that failed checksum or authenticator
 	Lies       uint64             // answers of peers that broke the protocol
+	Follows    uint64             // calls of Follow
+	Followed   uint64             // pages that they found at the peer, one by one
 
 	Served      uint64 // pages sent to peers
 	ServedBytes uint64
@@ -68,6 +70,7 @@ func (r *reasonCounters) load() (out cache.ReasonCounts) {
 
 type counters struct {
 	fills, pulls, joined, fetched, fetchBytes, corrupt, lies atomic.Uint64
+	follows, followed                                        atomic.Uint64
 	served, servedBytes                                      atomic.Uint64
 	authFailures, refusals, badFrames                        atomic.Uint64
 	directoryPulls, directoryFull, directoryServed           atomic.Uint64
@@ -81,7 +84,7 @@ func (m *Mesh) Stats() Stats {
 	s := Stats{
 		Fills: n.fills.Load(), Failures: n.failures.load(), Pulls: n.pulls.Load(), Joined: n.joined.Load(),
 		Fetched: n.fetched.Load(), FetchBytes: n.fetchBytes.Load(), Refused: n.refused.load(),
-		Corrupt: n.corrupt.Load(), Lies: n.lies.Load(),
+		Corrupt: n.corrupt.Load(), Lies: n.lies.Load(), Follows: n.follows.Load(), Followed: n.followed.Load(),
 		Served: n.served.Load(), ServedBytes: n.servedBytes.Load(), NotServed: n.notServed.load(),
 		AuthFailures: n.authFailures.Load(), Refusals: n.refusals.Load(), BadFrames: n.badFrames.Load(),
 		DirectoryPulls: n.directoryPulls.Load(), DirectoryFull: n.directoryFull.Load(),

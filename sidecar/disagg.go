@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"context"
 	"sync/atomic"
 	"time"
 
@@ -34,6 +35,13 @@ var _ mesh.Manifests = (*manifests)(nil)
 func (m *manifests) Manifest(tenant string, handle kvwire.Hash) []byte {
 	if s := m.service.Load(); s != nil {
 		return s.Manifest(tenant, handle)
+	}
+	return nil
+}
+
+func (m *manifests) WaitManifest(ctx context.Context, tenant string, handle kvwire.Hash) []byte {
+	if s := m.service.Load(); s != nil {
+		return s.WaitManifest(ctx, tenant, handle)
 	}
 	return nil
 }

@@ -28,12 +28,24 @@ func listenHTTP(s *Settings) (net.Listener, error) {
 
 // listenGRPC opens the port for gRPC, nil if none is asked for.
 func listenGRPC(s *Settings) (net.Listener, error) {
-	if s.GRPCPort == grpcOff {
+	if s.GRPCPort == portOff {
 		return nil, nil
 	}
 	l, err := net.Listen("tcp", net.JoinHostPort(s.Host, strconv.Itoa(s.GRPCPort)))
 	if err != nil {
 		return nil, &SettingError{"grpc-port", strconv.Itoa(s.GRPCPort), fmt.Sprintf("cannot listen there: %v", err)}
+	}
+	return l, nil
+}
+
+// listenServe opens the serving port, nil if none is asked for.
+func listenServe(s *Settings) (net.Listener, error) {
+	if s.ServePort == portOff {
+		return nil, nil
+	}
+	l, err := net.Listen("tcp", net.JoinHostPort(s.Host, strconv.Itoa(s.ServePort)))
+	if err != nil {
+		return nil, &SettingError{"serve-port", strconv.Itoa(s.ServePort), fmt.Sprintf("cannot listen there: %v", err)}
 	}
 	return l, nil
 }

@@ -25,6 +25,9 @@ func (n *Sidecar) peers() httpapi.Peers {
 			n.describeRole(&p)
 			out.Self = p
 		} else {
+			if q, ok := n.queues.of(m.Name); ok {
+				p.Queues = &httpapi.Queues{Prefill: q.Prefill, Decode: q.Decode}
+			}
 			out.Peers = append(out.Peers, p)
 		}
 	}
@@ -152,6 +155,8 @@ func meshNumbers(s mesh.Stats) (gauges, counters []number) {
 		{"membrane_peer_pulls_joined_total", s.Joined},
 		{"membrane_peer_fetched_pages_total", s.Fetched},
 		{"membrane_peer_fetched_bytes_total", s.FetchBytes},
+		{"membrane_follows_total", s.Follows},
+		{"membrane_followed_pages_total", s.Followed},
 		{"membrane_peer_served_pages_total", s.Served},
 		{"membrane_peer_served_bytes_total", s.ServedBytes},
 		{"membrane_peer_lies_total", s.Lies},

@@ -15,6 +15,7 @@ import (
 	"membrane/kvwire"
 	"membrane/sidecar/auth"
 	"membrane/sidecar/disagg"
+	"membrane/sidecar/proxy"
 	"membrane/sidecar/roles"
 )
 
@@ -49,9 +50,14 @@ type Settings struct {
 	APIKeyFile       string
 	DrainTimeout     Seconds
 	Role             string
-	PrefillRatio     float64
+	PrefillRatio     Ratio
 	HandleTTL        Seconds
-	GRPCPort         int // grpcOff: none
+	GRPCPort         int // portOff: none
+	ServePort        int // portOff: none
+	EngineURL        string
+	PrefillThreshold int // tokens; 0: never elsewhere
+	PrefillTimeout   Seconds
+	ServeMax         int
 	LogLevel         string
 	LogFormat        string
 	Daemon           bool
@@ -86,7 +92,9 @@ func DefaultSettings() Settings {
 	return Settings{
 		NodeID: host[:min(len(host), maxNodeID)], Host: "127.0.0.1", Port: 8080, EngineAddr: "127.0.0.1:7600", EngineTenant: auth.PublicTenant,
 		Memory: 1 << 30, Inbox: 256 << 20, PageTokens: 64, DataAddr: "127.0.0.1:0", GossipAddr: "127.0.0.1:0",
-		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: 0.5, HandleTTL: Seconds(disagg.DefaultTTL), GRPCPort: grpcOff, LogLevel: "info", LogFormat: "text",
+		DrainTimeout: Seconds(30 * time.Second), Role: "both", PrefillRatio: 0.5, HandleTTL: Seconds(disagg.DefaultTTL), GRPCPort: portOff, ServePort: portOff,
+		EngineURL: "http://127.0.0.1:8000", PrefillThreshold: proxy.DefaultThreshold, PrefillTimeout: Seconds(proxy.DefaultPrefillTimeout), ServeMax: proxy.DefaultMaxInFlight,
+		LogLevel: "info", LogFormat: "text",
 		engineAddrIsFree: true, sources: make(map[string]string),
 	}
 }
@@ -140,8 +148,13 @@ func (s *Settings) AddFlags(flags *pflag.FlagSet) {
 	str(&s.APIKeyFile, "api-key-file", "", "file with entries of membrane keys generate")
 	value(&s.DrainTimeout, "drain-timeout", "longest wait for what is under way, at SIGTERM")
 	str(&s.Role, "role", "", "what this node serves: prefill, decode, both, or auto (it and the other auto nodes share the two)")
-	flags.Float64Var(&s.PrefillRatio, "prefill-ratio", s.PrefillRatio, usage("prefill-ratio", "part of the auto nodes that prefill, 0 to 1; at least one of each phase"))
+	value(&s.PrefillRatio, "prefill-ratio", "part of the auto nodes that prefill, 0 to 1, or 'auto': it follows the lengths of their queues; at least one of each phase")
 	integer(&s.GRPCPort, "grpc-port", "", "port for gRPC on --host, 0 for any free one, -1 for none")
+	integer(&s.ServePort, "serve-port", "", "port on --host for OpenAI's API in front of this pod's engine, 0 for any free one, -1 for none")
+	str(&s.EngineURL, "engine-url", "", "where this pod's engine serves OpenAI's API")
+	integer(&s.PrefillThreshold, "prefill-threshold", "", "tokens of a prompt that no node holds, from which on another pod prefills it; 0 for never")
+	value(&s.PrefillTimeout, "prefill-timeout", "longest wait for other pods to prefill a prompt, 1s to 1h; then this pod's engine does")
+	integer(&s.ServeMax, "serve-max", "", "most requests under way on --serve-port; others get 503 with Retry-After")
 	value(&s.HandleTTL, "handle-ttl", "how long a prefilled prompt waits for its decode, 1s to 1h; its pages are pinned as long, or until they are pulled")
 	str(&s.LogLevel, "log-level", "l", "debug, info, warn or error")
 	str(&s.LogFormat, "log-format", "", "text or json")
@@ -278,11 +291,29 @@ func (s *Settings) validatePhases() error {
 	if err := roles.Check(s.Role); err != nil {
 		return bad("role", s.Role, "%v", err)
 	}
-	if !(s.PrefillRatio >= 0 && s.PrefillRatio <= 1) {
-		return bad("prefill-ratio", strconv.FormatFloat(s.PrefillRatio, 'g', -1, 64), "is not between 0 and 1")
+	if r := s.PrefillRatio; r != RatioAuto && !(r >= 0 && r <= 1) {
+		return bad("prefill-ratio", r.String(), "is not between 0 and 1")
 	}
-	if s.GRPCPort < grpcOff || s.GRPCPort > 65535 {
+	if s.GRPCPort < portOff || s.GRPCPort > 65535 {
 		return bad("grpc-port", strconv.Itoa(s.GRPCPort), "is not between -1 (none) and 65535")
+	}
+	if s.ServePort < portOff || s.ServePort > 65535 {
+		return bad("serve-port", strconv.Itoa(s.ServePort), "is not between -1 (none) and 65535")
+	}
+	if s.ServePort != portOff && !isLoopback(s.Host) && s.ClusterKeyFile == "" {
+		return bad("serve-port", strconv.Itoa(s.ServePort), "listens beyond loopback, which needs --cluster-key-file (membrane keys cluster), out of which cache salts are made")
+	}
+	if err := proxy.CheckEngineURL(s.EngineURL); err != nil {
+		return bad("engine-url", s.EngineURL, "%v", err)
+	}
+	if s.PrefillThreshold < 0 || s.PrefillThreshold > kvwire.MaxTokens {
+		return bad("prefill-threshold", strconv.Itoa(s.PrefillThreshold), "is not between 0 and %d", kvwire.MaxTokens)
+	}
+	if d := time.Duration(s.PrefillTimeout); d < time.Second || d > time.Hour {
+		return bad("prefill-timeout", s.PrefillTimeout.String(), "is not between 1s and 1h")
+	}
+	if s.ServeMax < 1 || s.ServeMax > maxServe {
+		return bad("serve-max", strconv.Itoa(s.ServeMax), "is not between 1 and %d", maxServe)
 	}
 	if ttl := time.Duration(s.HandleTTL); ttl < time.Second || ttl > cache.MaxTTL {
 		return bad("handle-ttl", s.HandleTTL.String(), "is not between 1s and %v", Seconds(cache.MaxTTL))
@@ -351,8 +382,9 @@ func (s *Settings) warnings() []string {
 
 const (
 	engineAddrOff = "off"
-	grpcOff       = -1
+	portOff       = -1
 	gossipPort    = "7946"
+	maxServe      = 65536
 )
 
 // checkAddr returns the host of HOST:PORT.

@@ -24,6 +24,7 @@ import (
 	"membrane/sidecar/grpcapi"
 	"membrane/sidecar/httpapi"
 	"membrane/sidecar/lm"
+	"membrane/sidecar/proxy"
 	"membrane/sidecar/resp"
 	"membrane/sidecar/roles"
 )
@@ -39,6 +40,7 @@ type Sidecar struct {
 	cache     *cache.Cache
 	mesh      *mesh.Mesh
 	roles     *roles.Keeper
+	queues    queues
 	engines   *engineport.Server
 	fragments *fragments.Service
 	disagg    *disagg.Service
@@ -46,10 +48,11 @@ type Sidecar struct {
 	resp      *resp.Server    // nil without a listener
 	lm        *lm.Server      // nil without a listener
 	grpc      *grpcapi.Server // nil without a listener
+	proxy     *proxy.Server   // nil without a listener
 
 	httpTCP                     net.Listener
 	engineTCP, respTCP, grpcTCP net.Listener // may be nil
-	lmTCP                       net.Listener // may be nil
+	lmTCP, serveTCP             net.Listener // may be nil
 	httpUnix, engineSocket      *net.UnixListener
 
 	ready chan struct{}
@@ -119,6 +122,12 @@ func (n *Sidecar) open(keys secrets) error {
 	if n.grpcTCP != nil {
 		n.onClose(n.grpcTCP.Close)
 	}
+	if n.serveTCP, err = listenServe(s); err != nil {
+		return err
+	}
+	if n.serveTCP != nil {
+		n.onClose(n.serveTCP.Close)
+	}
 	if n.engineSocket, err = listenSocket(s, n.log); err != nil {
 		return err
 	}
@@ -164,9 +173,12 @@ func (n *Sidecar) open(keys secrets) error {
 	if err = n.openLM(); err != nil {
 		return err
 	}
+	if err = n.openProxy(keys); err != nil {
+		return err
+	}
 	n.http, err = httpapi.New(httpapi.Config{
 		NodeID: s.NodeID, Fragments: n.fragments, Disagg: n.disagg, Keys: keys.api, Peers: n.peers, Status: n.status, Summary: n.summary,
-		MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
+		Leave: n.leave, InFlight: n.inFlight, MeshAddress: n.mesh.Address, Metrics: n.set, WriteMetrics: n.writeMetrics, Log: n.log,
 	})
 	if err != nil || n.grpcTCP == nil {
 		return err
@@ -189,15 +201,15 @@ func (n *Sidecar) meshConfig(keys secrets, manifests mesh.Manifests, known *form
 	}
 	return mesh.Config{
 		NodeID: s.NodeID + "-" + hex.EncodeToString(suffix[:]), ClusterName: s.ClusterName,
-		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertisedHTTP(),
+		GossipAddr: gossip, DataAddr: withPort(s.DataAddr, "0"), AdvertiseHost: s.AdvertiseHost, HTTPAddr: n.advertised(n.httpTCP),
 		Version: n.version, Join: join, Peers: s.Peers, ClusterKey: keys.cluster, GossipKey: keys.gossip,
-		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors,
+		Logger: n.log, Store: n.cache, Manifests: manifests, Forms: known.Descriptors, Queues: n.ownQueues,
 	}
 }
 
-// advertisedHTTP returns where others reach the HTTP port.
-func (n *Sidecar) advertisedHTTP() string {
-	host, port, _ := net.SplitHostPort(n.httpTCP.Addr().String())
+// advertised returns where others reach a listener.
+func (n *Sidecar) advertised(l net.Listener) string {
+	host, port, _ := net.SplitHostPort(l.Addr().String())
 	if ip := net.ParseIP(host); ip != nil && ip.IsUnspecified() {
 		host = n.settings.AdvertiseHost
 		if host == "" { // then gossip is on loopback, and so are all who hear of it
@@ -248,6 +260,9 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	if n.grpc != nil {
 		n.grpc.Serve(n.grpcTCP)
 	}
+	if n.proxy != nil {
+		n.proxy.Serve(n.serveTCP)
+	}
 	n.banner()
 	close(n.ready)
 	stopRoles := n.runRoles(ctx)
@@ -293,6 +308,9 @@ func (n *Sidecar) stop() error {
 	if n.grpc != nil {
 		n.grpc.Drain()
 	}
+	if n.proxy != nil {
+		n.proxy.Drain()
+	}
 	n.engines.Drain()
 	if n.resp != nil {
 		n.resp.Drain()
@@ -323,12 +341,25 @@ func (n *Sidecar) stop() error {
 			err = errors.Join(err, e)
 		}
 	}
+	if n.proxy != nil {
+		if e := n.proxy.Close(ctx); e != nil && !now {
+			err = errors.Join(err, e)
+		}
+	}
 	err = errors.Join(err, n.close())
 	n.log.Info().Dur("took", time.Since(began)).Bool("drained", drained).Msg("stopped")
 	if now {
 		return errors.Join(ErrStopped, err)
 	}
 	return err
+}
+
+// leave lets routers and peers look elsewhere, ahead of a stop.
+func (n *Sidecar) leave() {
+	if n.proxy != nil {
+		n.proxy.Leave()
+		n.mesh.SetTag(tagServe, "")
+	}
 }
 
 // wait returns when nothing is under way, or after limit, or on StopNow.
@@ -362,6 +393,9 @@ func (n *Sidecar) inFlight() int {
 	if n.grpc != nil {
 		all += n.grpc.InFlight()
 	}
+	if n.proxy != nil {
+		all += n.proxy.InFlight()
+	}
 	return all
 }
 
@@ -377,6 +411,7 @@ type Addresses struct {
 	RESP         string `json:"resp,omitempty"`
 	LM           string `json:"lm,omitempty"`
 	GRPC         string `json:"grpc,omitempty"`
+	Serve        string `json:"serve,omitempty"`
 	Data         string `json:"data"`
 	Gossip       string `json:"gossip"`
 }
@@ -403,6 +438,9 @@ func (n *Sidecar) Addresses() Addresses {
 	if n.grpcTCP != nil {
 		a.GRPC = n.grpcTCP.Addr().String()
 	}
+	if n.serveTCP != nil {
+		a.Serve = n.serveTCP.Addr().String()
+	}
 	return a
 }
 
@@ -414,6 +452,9 @@ func (n *Sidecar) banner() {
 		Bool("api_keys", s.APIKeyFile != "").Bool("cluster_key", s.ClusterKeyFile != "").Str("version", n.version)
 	if a.GRPC != "" {
 		e = e.Str("grpc", a.GRPC)
+	}
+	if a.Serve != "" {
+		e = e.Str("serve", a.Serve).Str("engine_url", s.EngineURL).Int("prefill_threshold", s.PrefillThreshold)
 	}
 	if a.HTTPSocket != "" {
 		e = e.Str("http_socket", a.HTTPSocket)

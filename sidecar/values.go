@@ -89,6 +89,37 @@ func (d *Seconds) Set(text string) error {
 // Type names the kind of value in help texts (pflag.Value).
 func (d *Seconds) Type() string { return "duration" }
 
+// Ratio is a part of a whole, 0 to 1, or RatioAuto.
+type Ratio float64
+
+// RatioAuto is written as "auto".
+const RatioAuto Ratio = -1
+
+// String returns the ratio as it is written.
+func (r Ratio) String() string {
+	if r == RatioAuto {
+		return "auto"
+	}
+	return strconv.FormatFloat(float64(r), 'g', -1, 64)
+}
+
+// Set reads a ratio (pflag.Value).
+func (r *Ratio) Set(text string) error {
+	if text == "auto" {
+		*r = RatioAuto
+		return nil
+	}
+	v, err := strconv.ParseFloat(text, 64)
+	if err != nil || v < 0 {
+		return fmt.Errorf("is neither a number from 0 to 1 nor auto")
+	}
+	*r = Ratio(v)
+	return nil
+}
+
+// Type names the kind of value in help texts (pflag.Value).
+func (r *Ratio) Type() string { return "ratio" }
+
 // List is values that are given several times or separated by commas.
 type List []string
 

@@ -2,7 +2,7 @@
 // program of its own because the drawing library and its fonts would make every
 // sidecar eight megabytes larger.
 //
-// Usage: go run ./cmd/benchplot peers|replay REPORT.json FOLDER
+// Usage: go run ./cmd/benchplot peers|replay|pd REPORT.json FOLDER
 package main
 
 import (
@@ -10,13 +10,14 @@ import (
 	"fmt"
 	"os"
 
+	"membrane/bench"
 	"membrane/bench/peers"
 	"membrane/bench/replay"
 )
 
 func main() {
 	if len(os.Args) != 4 {
-		fmt.Fprintln(os.Stderr, "usage: benchplot peers|replay REPORT.json FOLDER")
+		fmt.Fprintln(os.Stderr, "usage: benchplot peers|replay|pd REPORT.json FOLDER")
 		os.Exit(2)
 	}
 	if err := draw(os.Args[1], os.Args[2], os.Args[3]); err != nil {
@@ -39,8 +40,10 @@ func draw(benchmark, path, dir string) error {
 		return drawPeers(b, dir)
 	case "replay":
 		return drawReplay(b, dir)
+	case "pd":
+		return drawPD(b, dir)
 	}
-	return fmt.Errorf("cannot draw %q: the benchmarks are peers and replay", benchmark)
+	return fmt.Errorf("cannot draw %q: the benchmarks are peers, replay and pd", benchmark)
 }
 
 func drawPeers(b []byte, dir string) error {
@@ -62,4 +65,12 @@ func drawReplay(b []byte, dir string) error {
 		return fmt.Errorf("cannot read the report of a replay: %w", err)
 	}
 	return plotReplay(r, dir)
+}
+
+func drawPD(b []byte, dir string) error {
+	var r bench.PDReport
+	if err := json.Unmarshal(b, &r); err != nil {
+		return fmt.Errorf("cannot read the report of pd: %w", err)
+	}
+	return plotPD(r, dir)
 }

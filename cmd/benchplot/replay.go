@@ -57,6 +57,11 @@ func plotReplay(r replay.Report, dir string) error {
 			}
 		}
 	}
+	return save(path, width, height, paint)
+}
+
+// save paints a plot into path.svg and path.png.
+func save(path string, width, height vg.Length, paint func(vgdraw.Canvas)) error {
 	svg := vgsvg.New(width, height)
 	paint(vgdraw.New(svg))
 	png := vgimg.PngCanvas{Canvas: vgimg.NewWith(vgimg.UseWH(width, height), vgimg.UseDPI(120))}

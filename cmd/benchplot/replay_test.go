@@ -30,5 +30,5 @@ func TestReplayIsDrawn(t *testing.T) {
 		assert.Greater(t, info.Size(), int64(5000))
 	}
 	require.ErrorContains(t, plotReplay(replay.Report{}, dir), "no trace")
-	assert.ErrorContains(t, draw("chaos", report, dir), "peers and replay")
+	assert.ErrorContains(t, draw("chaos", report, dir), "peers, replay and pd")
 }

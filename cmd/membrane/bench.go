@@ -22,7 +22,7 @@ func newBenchCommand() *cobra.Command {
 	}
 	cmd.AddCommand(
 		newBenchCoreCommand(), newBenchPeersCommand(), newBenchReplayCommand(), newBenchServeCommand(),
-		newBenchCapacityCommand(), newBenchChaosCommand(), newFrameSourceCommand(), newKeepGroupCommand(),
+		newBenchPDCommand(), newBenchCapacityCommand(), newBenchChaosCommand(), newFrameSourceCommand(), newReverseProxyCommand(), newKeepGroupCommand(),
 	)
 	cmd.AddCommand(newPeersSourceCommands()...)
 	return cmd
@@ -107,6 +107,20 @@ func newFrameSourceCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().IntVar(&memory, "memory", 512<<20, "bytes of memory that the frames come from")
+	return cmd
+}
+
+// newReverseProxyCommand returns the bare reverse proxy, and the engine behind
+// it, which the benchmarks start as processes of their own.
+func newReverseProxyCommand() *cobra.Command {
+	var to string
+	cmd := &cobra.Command{
+		Use: "reverse-proxy", Hidden: true, Args: refuseArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return bench.ReverseProxy(cmd.InOrStdin(), cmd.OutOrStdout(), to)
+		},
+	}
+	cmd.Flags().StringVar(&to, "to", "", "HOST:PORT that requests go to; empty: they are answered here")
 	return cmd
 }
 

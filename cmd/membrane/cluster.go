@@ -19,7 +19,11 @@ func newClusterStatusCommand() *cobra.Command {
 		Use:     "cluster-status",
 		Short:   "Show the members that a sidecar knows, and which phases they serve",
 		Example: "  membrane cluster-status --port 8080",
-		Args:    refuseArgs,
+		Long: `Show the members that a sidecar knows, and which phases they serve.
+
+waiting is prefill+decode: the prompts that wait for prefill and the requests that
+wait for decode. Of other nodes a sidecar knows it where --prefill-ratio is auto.`,
+		Args: refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c := apiClient{base: "http://" + net.JoinHostPort(host, strconv.Itoa(port)), key: key}
 			c.http.Timeout = clientTimeout
@@ -37,6 +41,10 @@ func newClusterStatusCommand() *cobra.Command {
 				Since   string `json:"role_since"`
 				Why     string `json:"role_why"`
 				Next    string `json:"role_next"`
+				Queues  *struct {
+					Prefill int `json:"prefill"`
+					Decode  int `json:"decode"`
+				} `json:"queues"`
 			}
 			var answer struct {
 				Peers []member `json:"peers"`
@@ -51,13 +59,17 @@ func newClusterStatusCommand() *cobra.Command {
 				return nil
 			}
 			t := tabwriter.NewWriter(out, 2, 0, 3, ' ', 0)
-			fmt.Fprintln(t, "node\thost\tport\thealthy\tstatus\trole\trole since\twhy")
+			fmt.Fprintln(t, "node\thost\tport\thealthy\tstatus\trole\trole since\twaiting\twhy")
 			row := func(p member, healthy string) {
 				role := p.Role
 				if p.Next != "" {
 					role += " to " + p.Next
 				}
-				fmt.Fprintf(t, "%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\n", p.NodeID, p.Host, p.Port, healthy, p.Status, role, p.Since, p.Why)
+				waiting := "-"
+				if q := p.Queues; q != nil {
+					waiting = fmt.Sprintf("%d+%d", q.Prefill, q.Decode)
+				}
+				fmt.Fprintf(t, "%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%s\n", p.NodeID, p.Host, p.Port, healthy, p.Status, role, p.Since, waiting, p.Why)
 			}
 			row(answer.Self, "self")
 			for _, p := range answer.Peers {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -11,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -232,4 +234,74 @@ func TestStockPythonClient(t *testing.T) {
 	var tokens []int
 	require.NoError(t, json.Unmarshal(out.Bytes(), &tokens), out.String())
 	assert.Len(t, tokens, 8)
+}
+
+// A prefill of which the handle is known at once, a decode that follows it, and
+// both by the command line.
+func TestADecodePodFollowsAPrefillPod(t *testing.T) {
+	t.Parallel()
+	p := startNode(t, "-n", "p", "--role", "prefill")
+	d := startNode(t, "-n", "d", "--role", "decode", "--peer", p.fields["http"])
+	waitForPeer(t, d)
+	var ids strings.Builder
+	for i := range 3000 {
+		fmt.Fprintln(&ids, i+1)
+	}
+	prefill := command(t, "disagg", "prefill", "--base-url", p.url(), "--tokens", ids.String(), "--stream", "--request-id", "r1")
+	pipe, err := prefill.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, prefill.Start())
+	lines := bufio.NewScanner(pipe)
+	require.True(t, lines.Scan())
+	var first, last map[string]any
+	require.NoError(t, json.Unmarshal(lines.Bytes(), &first))
+	assert.EqualValues(t, 3000, first["prompt_len"])
+	assert.Equal(t, "r1", first["request_id"])
+	handle := first["kv_handle"].(string)
+
+	whole := finish(t, "disagg", "decode", "--base-url", d.url(), "--handle", handle, "--max-tokens", "4")
+	require.Zero(t, whole.status, whole.err)
+	require.NoError(t, json.Unmarshal([]byte(whole.out), &last))
+	assert.EqualValues(t, 3000, last["pulled_tokens"])
+	assert.EqualValues(t, 0, last["recomputed_tokens"])
+	require.True(t, lines.Scan())
+	var end map[string]any
+	require.NoError(t, json.Unmarshal(lines.Bytes(), &end))
+	assert.Equal(t, handle, end["kv_handle"])
+	assert.False(t, lines.Scan())
+	require.NoError(t, prefill.Wait())
+	followed, err := strconv.Atoi(d.metric(t, "", "membrane_disagg_decode_followed_tokens_total"))
+	require.NoError(t, err)
+	assert.GreaterOrEqual(t, followed, 128, "the first page leaves before the prefill ends")
+	require.Eventually(t, func() bool { return p.metric(t, "", "membrane_cache_pins") == "0" }, timeout, tick)
+
+	streamed := finish(t, "disagg", "decode", "--base-url", d.url(), "--handle", handle, "--max-tokens", "4", "--stream")
+	require.Zero(t, streamed.status, streamed.err)
+	assert.Len(t, strings.Split(strings.TrimSpace(streamed.out), "\n"), 5, "four tokens and the whole answer")
+	for _, bad := range []struct {
+		status int
+		says   string
+		args   []string
+	}{
+		{2, "--handle is empty", []string{"decode"}},
+		{2, "--tokens is empty", []string{"prefill"}},
+		{2, "--stop-tokens", []string{"decode", "--handle", handle, "--stop-tokens", "x"}},
+		{2, "--base-url", []string{"decode", "--handle", handle, "--base-url", "p:1", "--stream"}},
+		{2, "needs a command", nil},
+		{1, "status 409", []string{"decode", "--handle", handle, "--base-url", p.url(), "--stream"}},
+		{1, "status 404", []string{"decode", "--handle", "ab", "--base-url", d.url()}},
+	} {
+		got := finish(t, append([]string{"disagg"}, bad.args...)...)
+		assert.Equal(t, bad.status, got.status, "%v: %s", bad.args, got.err)
+		assert.Contains(t, got.err, bad.says)
+	}
+}
+
+func waitForPeer(t *testing.T, n *node) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		_, got := n.call(t, "", "GET", "/peers", nil)
+		peers, _ := got["peers"].([]any)
+		return len(peers) == 1 && peers[0].(map[string]any)["healthy"] == true
+	}, timeout, tick)
 }

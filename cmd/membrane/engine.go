@@ -19,7 +19,7 @@ type engineFlags struct {
 	model, modelID, name, addr, sidecar, key string
 	layers, hidden, threads, block           int
 	deadline, lease                          time.Duration
-	verify                                   bool
+	verify, openAI                           bool
 }
 
 // newEngineCommand returns `membrane engine`.
@@ -32,7 +32,8 @@ func newEngineCommand() *cobra.Command {
 It attaches to a sidecar through the engine socket exactly as a serving engine
 does, and answers POST /v1/completions with token ids (stream and cache_salt
 work), GET /v1/models and GET /health. It serves all the same while no sidecar
-is there.
+is there. With --openai it answers POST /v1/chat/completions and POST /tokenize
+too, with a tokenizer of bytes and a chat template of its own.
 
 The model is a Hugging Face folder (--model), or one whose weights are made
 from its id (--model-id), the same in every process.`,
@@ -55,6 +56,7 @@ from its id (--model-id), the same in every process.`,
 	flags.DurationVar(&f.deadline, "deadline", 500*time.Millisecond, "longest wait for the sidecar")
 	flags.DurationVar(&f.lease, "lease", 10*time.Second, "how long leased pages are pinned")
 	flags.BoolVar(&f.verify, "verify", false, "have the leased bytes checked once more after they were copied")
+	flags.BoolVar(&f.openAI, "openai", false, "serve chat and /tokenize too, so that a serving proxy can stand in front")
 	return cmd
 }
 
@@ -93,7 +95,11 @@ func (f *engineFlags) run(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("cannot serve completions at %q: %w", f.addr, err)
 	}
-	server := embedded.NewServer(engine)
+	var opts []embedded.ServerOption
+	if f.openAI {
+		opts = append(opts, embedded.WithOpenAI())
+	}
+	server := embedded.NewServer(engine, opts...)
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(listener) }()
 	log.Info().Str("http", listener.Addr().String()).Str("model", model.ID()).Str("sidecar", f.sidecar).Msg("engine serving")

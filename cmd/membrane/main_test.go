@@ -111,6 +111,12 @@ func startNode(t *testing.T, args ...string) *node {
 
 func startCommand(t *testing.T, cmd *exec.Cmd) *node {
 	t.Helper()
+	return startUntil(t, cmd, "serving")
+}
+
+// startUntil starts a process that logs JSON and waits for a message.
+func startUntil(t *testing.T, cmd *exec.Cmd, message string) *node {
+	t.Helper()
 	n := &node{cmd: cmd, exited: make(chan struct{}), fields: make(map[string]string)}
 	log, err := n.cmd.StderrPipe()
 	require.NoError(t, err)
@@ -124,7 +130,7 @@ func startCommand(t *testing.T, cmd *exec.Cmd) *node {
 			n.log.WriteString(lines.Text() + "\n")
 			n.mu.Unlock()
 			var fields map[string]any
-			if json.Unmarshal(lines.Bytes(), &fields) == nil && fields["message"] == "serving" {
+			if json.Unmarshal(lines.Bytes(), &fields) == nil && fields["message"] == message {
 				for k, v := range fields {
 					n.fields[k] = fmt.Sprint(v)
 				}

@@ -29,7 +29,12 @@ goes to standard error; the line "serving" names every address.
 Roles: with --role prefill or decode a node refuses the other phase of /disagg and
 gRPC. With --role auto the nodes share the phases by themselves: each ranks the live
 auto nodes and follows an answer that has held for 30 s, at most once a minute, after
-the phase that it gives up has drained. membrane cluster-status shows who does what.`,
+the phase that it gives up has drained. membrane cluster-status shows who does what.
+
+With --serve-port it serves OpenAI's API in front of the engine at --engine-url. A
+prompt with at least --prefill-threshold tokens that no node holds is prefilled by
+another pod, and this pod's engine goes on from that KV; whatever fails there, this
+pod's engine answers. See docs/prefill-decode.md.`,
 		Example: `  membrane serve
   membrane serve --memory 8GiB --page-tokens 64
   membrane serve --host 0.0.0.0 --api-key-file api-keys
@@ -37,6 +42,10 @@ the phase that it gives up has drained. membrane cluster-status shows who does w
   # one node prefills, another decodes behind its KV (docs/prefill-decode.md)
   membrane serve -n p -p 8080 --role prefill &
   membrane serve -n d -p 8081 --role decode --peer localhost:8080 --grpc-port 8091 &
+
+  # one OpenAI endpoint per pod, before engines on ports 8000 and 8001
+  membrane serve -n p -p 8080 --role prefill --serve-port 9000 --engine-url http://127.0.0.1:8000 &
+  membrane serve -n d -p 8081 --role decode --peer localhost:8080 --serve-port 9001 --engine-url http://127.0.0.1:8001 &
 
   # three nodes on one machine
   membrane serve -n n1 -p 8080 --peer localhost:8081 --peer localhost:8082 &

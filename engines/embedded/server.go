@@ -7,12 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"strings"
 	"time"
 
 	"github.com/fasthttp/router"
 	"github.com/valyala/fasthttp"
 
+	"membrane/engines/hangup"
 	"membrane/kvwire"
 )
 
@@ -23,10 +23,11 @@ import (
 //	GET  /v1/models
 //	GET  /health
 //
-// Text is taken as its UTF-8 bytes, one token each: the embedded model has no
-// tokenizer.
+// Text is taken as its UTF-8 bytes, one token each. [WithOpenAI] adds chat and
+// /tokenize. A client that goes away ends its request.
 type Server struct {
 	engine *Engine
+	openAI bool
 	http   *fasthttp.Server
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -35,12 +36,19 @@ type Server struct {
 const maxRequestBody = 16 << 20
 
 // NewServer returns a server for the engine. The caller closes both.
-func NewServer(e *Engine) *Server {
+func NewServer(e *Engine, opts ...ServerOption) *Server {
 	s := &Server{engine: e}
+	for _, o := range opts {
+		o(s)
+	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	r := router.New()
 	r.POST("/v1/completions", s.completions)
 	r.GET("/v1/models", s.models)
+	if s.openAI {
+		r.POST("/v1/chat/completions", s.chat)
+		r.POST("/tokenize", s.tokenize)
+	}
 	r.GET("/health", func(ctx *fasthttp.RequestCtx) { ctx.SetBodyString("ok\n") })
 	s.http = &fasthttp.Server{
 		Handler: r.Handler, Name: "membrane-engine", MaxRequestBodySize: maxRequestBody,
@@ -61,11 +69,15 @@ func (s *Server) Close() error {
 }
 
 type completionRequest struct {
-	Model     string          `json:"model"`
-	Prompt    json.RawMessage `json:"prompt"`
-	MaxTokens *int            `json:"max_tokens"`
-	Stream    bool            `json:"stream"`
-	CacheSalt *string         `json:"cache_salt"`
+	Model               string          `json:"model"`
+	Prompt              json.RawMessage `json:"prompt"`
+	Messages            []message       `json:"messages"`
+	MaxTokens           *int            `json:"max_tokens"`
+	MaxCompletionTokens *int            `json:"max_completion_tokens"`
+	MinTokens           int             `json:"min_tokens"`
+	Stream              bool            `json:"stream"`
+	StreamOptions       json.RawMessage `json:"stream_options"`
+	CacheSalt           *string         `json:"cache_salt"`
 }
 
 type choice struct {
@@ -115,7 +127,9 @@ func (s *Server) completions(ctx *fasthttp.RequestCtx) {
 		s.stream(ctx, id, req)
 		return
 	}
-	res, err := s.engine.Complete(s.ctx, req, nil)
+	run, stop := hangup.Watch(s.ctx, ctx.Conn())
+	defer stop()
+	res, err := s.engine.Complete(run, req, nil)
 	if err != nil {
 		fail(ctx, statusOf(err), err)
 		return
@@ -128,39 +142,66 @@ func (s *Server) parse(body []byte) (Request, bool, error) {
 	if err := json.Unmarshal(body, &c); err != nil {
 		return Request{}, false, fmt.Errorf("the body is not a completion request: %w", err)
 	}
-	req := Request{MaxTokens: 16, CacheSalt: c.CacheSalt}
-	if c.MaxTokens != nil {
-		req.MaxTokens = *c.MaxTokens
+	c.Messages, c.MaxCompletionTokens = nil, nil
+	req, err := s.request(c)
+	return req, c.Stream, err
+}
+
+// promptTokens returns the tokens of a prompt or of messages.
+func promptTokens(c completionRequest) ([]uint32, error) {
+	if c.Prompt == nil {
+		if c.Messages == nil {
+			return nil, errors.New("prompt: is missing")
+		}
+		return render(c.Messages)
 	}
 	var text string
 	var ids []int64
 	switch {
 	case json.Unmarshal(c.Prompt, &text) == nil:
-		for _, b := range []byte(text) {
-			req.Tokens = append(req.Tokens, uint32(b))
-		}
+		return bytesOf(text), nil
 	case json.Unmarshal(c.Prompt, &ids) == nil:
 		if _, err := kvwire.CheckTokens("prompt", ids); err != nil {
-			return Request{}, false, err
+			return nil, err
 		}
-		for _, id := range ids {
-			req.Tokens = append(req.Tokens, uint32(id))
+		out := make([]uint32, len(ids))
+		for i, id := range ids {
+			out[i] = uint32(id)
 		}
-	default:
-		return Request{}, false, errors.New("prompt: neither a text nor a list of token ids")
+		return out, nil
+	}
+	return nil, errors.New("prompt: neither a text nor a list of token ids")
+}
+
+// request checks what is common to completions and chat.
+func (s *Server) request(c completionRequest) (Request, error) {
+	req := Request{MaxTokens: 16, CacheSalt: c.CacheSalt}
+	for _, n := range []*int{c.MaxTokens, c.MaxCompletionTokens} {
+		if n != nil {
+			req.MaxTokens = *n
+		}
+	}
+	var err error
+	if req.Tokens, err = promptTokens(c); err != nil {
+		return Request{}, err
+	}
+	if s.openAI {
+		if err := checkOptions(c, req.MaxTokens); err != nil {
+			return Request{}, err
+		}
 	}
 	limit := s.engine.Model().Config().MaxPositions
 	switch {
 	case len(req.Tokens) == 0:
-		return Request{}, false, errors.New("prompt: has no tokens")
+		return Request{}, errors.New("prompt: has no tokens")
 	case req.MaxTokens < 1 || req.MaxTokens > limit:
-		return Request{}, false, fmt.Errorf("max_tokens: %d is not between 1 and %d", req.MaxTokens, limit)
+		return Request{}, fmt.Errorf("max_tokens: %d is not between 1 and %d", req.MaxTokens, limit)
 	case len(req.Tokens)+req.MaxTokens > limit:
-		return Request{}, false, fmt.Errorf("prompt: %d tokens and max_tokens %d are more than the model's %d positions", len(req.Tokens), req.MaxTokens, limit)
+		return Request{}, fmt.Errorf("prompt: %d tokens and max_tokens %d are more than the model's %d positions", len(req.Tokens), req.MaxTokens, limit)
 	case c.CacheSalt != nil && len(*c.CacheSalt) > kvwire.MaxSalt:
-		return Request{}, false, fmt.Errorf("cache_salt: %d bytes are more than %d", len(*c.CacheSalt), kvwire.MaxSalt)
+		return Request{}, fmt.Errorf("cache_salt: %d bytes are more than %d", len(*c.CacheSalt), kvwire.MaxSalt)
 	}
-	return req, c.Stream, nil
+	return req, nil
 }
 
 func (s *Server) whole(id string, req Request, res Result) completion {
@@ -174,9 +215,13 @@ func (s *Server) whole(id string, req Request, res Result) completion {
 }
 
 func (s *Server) finish(out *completion, req Request, res Result) {
-	out.Usage = &usage{PromptTokens: len(req.Tokens), CompletionTokens: len(res.Tokens), TotalTokens: len(req.Tokens) + len(res.Tokens)}
-	out.Usage.Details.CachedTokens = res.Reused
-	out.Membrane = &reuse{
+	out.Usage, out.Membrane = s.account(req, res)
+}
+
+func (s *Server) account(req Request, res Result) (*usage, *reuse) {
+	u := &usage{PromptTokens: len(req.Tokens), CompletionTokens: len(res.Tokens), TotalTokens: len(req.Tokens) + len(res.Tokens)}
+	u.Details.CachedTokens = res.Reused
+	return u, &reuse{
 		ReusedTokens: res.Reused, PeerPages: res.FromPeers, StoredPages: res.Stored, MissReason: res.Reason.String(),
 		LoadMS: millis(res.Load), FirstTokenMS: millis(res.FirstToken),
 	}
@@ -186,44 +231,25 @@ func millis(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
 func (s *Server) stream(ctx *fasthttp.RequestCtx, id string, req Request) {
 	ctx.SetContentType("text/event-stream")
+	run, stop := hangup.Watch(s.ctx, ctx.Conn())
 	ctx.SetBodyStreamWriter(func(w *bufio.Writer) {
-		send := func(v any) bool {
-			b, err := json.Marshal(v)
-			if err != nil {
-				return false
-			}
-			_, _ = fmt.Fprintf(w, "data: %s\n\n", b)
-			return w.Flush() == nil
-		}
+		defer stop()
 		chunk := completion{ID: id, Object: "text_completion", Model: s.engine.Model().ID()}
-		res, err := s.engine.Complete(s.ctx, req, func(t uint32) bool {
+		res, err := s.engine.Complete(run, req, func(t uint32) bool {
 			chunk.Choices = []choice{{TokenIDs: []uint32{t}, Text: text([]uint32{t})}}
-			return send(chunk)
+			return event(w, chunk)
 		})
 		if err != nil {
-			send(map[string]any{"error": map[string]string{"message": err.Error()}})
+			event(w, map[string]any{"error": map[string]string{"message": err.Error()}})
 			return
 		}
 		reason := "length"
 		chunk.Choices = []choice{{TokenIDs: []uint32{}, FinishReason: &reason}}
 		s.finish(&chunk, req, res)
-		if send(chunk) {
+		if event(w, chunk) {
 			_, _ = w.WriteString("data: [DONE]\n\n")
 		}
 	})
-}
-
-// text shows the tokens that are printable bytes and a dot for the others.
-func text(tokens []uint32) string {
-	var b strings.Builder
-	for _, t := range tokens {
-		if t >= 0x20 && t < 0x7F {
-			b.WriteByte(byte(t))
-		} else {
-			b.WriteByte('.')
-		}
-	}
-	return b.String()
 }
 
 func (s *Server) models(ctx *fasthttp.RequestCtx) {

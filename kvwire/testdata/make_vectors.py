@@ -236,9 +236,13 @@ def frames(vectors: dict[str, Any], content: bytes) -> dict[str, str]:
         "proof": frame(0x21, 2, proof(b"asker")),
         "batch_read": frame(0x22, 3, batch),
         "check": frame(0x24, 3, batch),
-        "forms": frame(0x26, 5, space),
+        "forms": frame(0x28, 5, space),
         "manifest_request": frame(0x25, 4, b"\1" + page_hash + struct.pack("<H", 4) + b"acme"),
         "manifest_answer": frame(0xA5, 4, manifest_auth + manifest),
+        "manifest_wait": frame(0x25, 5, b"\2" + page_hash + struct.pack("<H", 4) + b"acme" + u32(50000)),
+        "await": frame(0x26, 6, batch),
+        "await_answer": frame(0xA6, 6, u32(1) + struct.pack("<Q", 9)),
+        "queues_answer": frame(0xA7, 7, u32(3) + u32(4)),
     }
 
 

@@ -12,6 +12,8 @@ import (
 type Backend interface {
 	// Model returns the model of an id.
 	Model(id string) (Model, error)
+	// Waiting returns how many prompts wait for their turn.
+	Waiting() int
 }
 
 // Model is one model of a backend.

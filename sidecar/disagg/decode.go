@@ -36,6 +36,8 @@ type Decoded struct {
 	// Prompt is how many tokens the prompt has, Pulled how many of them came
 	// from a peer, Recomputed how many had to be computed again.
 	Prompt, Pulled, Recomputed int
+	// Followed is how many of the pulled came while the prefill still ran.
+	Followed int
 	// Expires is until when the handle can be decoded again.
 	Expires time.Time
 }
@@ -152,6 +154,7 @@ func (s *Service) decode(ctx context.Context, tenant string, handle kvwire.Hash,
 	if err != nil {
 		return Decoded{}, err
 	}
+	out.Expires = e.expires
 	s.m.handoverSeconds.UpdateDuration(began)
 	err = s.generate(ctx, seq, state, r, &out, func(token uint32) error {
 		if len(out.Tokens) == 1 {
@@ -169,7 +172,16 @@ func (s *Service) decode(ctx context.Context, tenant string, handle kvwire.Hash,
 // copy is kept: the handle can be decoded again here though the other node is
 // gone.
 func (s *Service) find(ctx context.Context, id handleID) (*entry, error) {
-	if e := s.handles.get(id, time.Now()); e != nil {
+	e := s.handles.get(id, time.Now())
+	if r := s.running.get(id); e == nil && r != nil { // it uses the engine that this one would
+		select {
+		case <-r.done:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+		e = s.handles.get(id, time.Now())
+	}
+	if e != nil {
 		s.m.here.Inc()
 		return e, nil
 	}
@@ -187,22 +199,11 @@ func (s *Service) find(ctx context.Context, id handleID) (*entry, error) {
 		}
 		return nil, unknownHandle("neither this node nor any of %d that may prefill knows it for this tenant, or it has expired: prefill again", found.Asked)
 	}
-	m, err := kvwire.ParseManifest(found.Manifest)
-	if err != nil {
-		return nil, err
-	}
-	now := time.Now()
-	e := fromManifest(m, nil)
-	if !now.Before(e.expires) {
+	if e = s.found(id, found.Manifest); e == nil {
 		s.m.unknown.Inc()
 		return nil, unknownHandle("it has expired: prefill again")
 	}
-	// A clock that is ahead must not keep it for ever.
-	if latest := now.Add(s.cfg.TTL); e.expires.After(latest) {
-		e.expires = latest
-	}
 	s.m.atPeer.Inc()
-	s.handles.putCopy(id, e, now) // at the cap it is asked for again
 	return e, nil
 }
 
@@ -217,21 +218,27 @@ func mayPrefill(m mesh.Member) bool {
 // prefilled or others, and what is missing all the same by computing it.
 func (s *Service) restore(ctx context.Context, p *prompt, e *entry, out *Decoded) (seq Sequence, state []byte, err error) {
 	local := p.look()
-	if local < len(p.tokens) {
+	seq = p.model.Start()
+	loaded := 0
+	if e.running() {
+		if loaded, err = s.follow(ctx, p, e, seq, out); err != nil {
+			return nil, nil, err
+		}
+		out.Pulled = max(p.look()-local, 0)
+	}
+	if !p.complete(loaded) {
 		pull, cancel := pullContext(ctx)
-		out.Pulled = p.fetch(pull, e.manifest.Node)
+		out.Pulled += p.fetch(pull, e.manifest.Node)
 		cancel()
 	}
-	complete := p.leading() == len(p.tokens)
-	seq = p.model.Start()
-	if !complete { // computing is the prefill engine's turn
+	if !p.complete(loaded) { // computing is the prefill engine's turn
 		release, err := p.model.Acquire(ctx)
 		if err != nil {
 			return nil, nil, err
 		}
 		defer release()
 	}
-	out.Recomputed, state, err = p.work(ctx, seq, false)
+	out.Recomputed, state, err = p.work(ctx, seq, loaded, false)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -284,6 +291,8 @@ const tellPulled = 2 * time.Second
 var errGone = errors.New("nobody takes the tokens any more")
 
 func (s *Service) generate(ctx context.Context, seq Sequence, state []byte, r DecodeRequest, out *Decoded, yield func(uint32) error) error {
+	s.generating.Add(1)
+	defer s.generating.Add(-1)
 	var gone error
 	finish, err := seq.Generate(ctx, state, r.MaxTokens, r.Sampling, func(token uint32) bool {
 		out.Tokens = append(out.Tokens, token)

@@ -26,6 +26,8 @@ func (e embedded) Model(id string) (Model, error) {
 	return embeddedModel{e.fragments, m}, nil
 }
 
+func (e embedded) Waiting() int { return e.fragments.Waiting() }
+
 type embeddedModel struct {
 	fragments *fragments.Service
 	model     *llama.Model

@@ -29,6 +29,9 @@ type entry struct {
 	pins     []uint64 // of the pages; none once they were pulled, or in a copy
 }
 
+// running reports whether the prefill had not ended when the manifest was made.
+func (e *entry) running() bool { return e.manifest.Created == 0 }
+
 // handles are the manifests of this node with the pins of their pages.
 type handles struct {
 	unpin func(id uint64)

@@ -2,6 +2,7 @@ package disagg
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"testing"
 	"time"
@@ -90,6 +91,29 @@ func (f *fakePeers) FindManifest(ctx context.Context, tenant string, h kvwire.Ha
 		}
 	}
 	return found
+}
+
+// Follow has no network to wait for: it takes what is there.
+func (f *fakePeers) Follow(ctx context.Context, r mesh.FillRequest, held func(int)) (int, kvwire.Reason) {
+	for {
+		n, why := f.Fill(ctx, r)
+		if held(n); why == kvwire.ReasonNone || ctx.Err() != nil {
+			return n, why
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(time.Millisecond):
+		}
+	}
+}
+
+func (f *fakePeers) WaitManifest(ctx context.Context, name, tenant string, h kvwire.Hash) ([]byte, error) {
+	for _, o := range f.list() {
+		if o.name == name {
+			return o.WaitManifest(ctx, tenant, h), ctx.Err()
+		}
+	}
+	return nil, errors.New("no such node")
 }
 
 func (f *fakePeers) ManifestPulled(_ context.Context, name, tenant string, h kvwire.Hash) error {

@@ -27,6 +27,10 @@ type PrefillRequest struct {
 	Fingerprint string
 	// Deadline bounds the request; 0 means DefaultDeadline.
 	Deadline time.Duration
+	// Begun is called with the answer as far as it is known when the prefill
+	// begins: request id, handle and tokens. A decode that is asked for that
+	// handle follows the prefill. May be nil.
+	Begun func(Prefilled)
 }
 
 // Prefilled is the answer to a prefill.
@@ -89,9 +93,20 @@ func (s *Service) PrefillBatch(ctx context.Context, tenant string, batch []Prefi
 	}
 	ctx, cancel := s.withDeadline(ctx, deadline)
 	defer cancel()
+	until, _ := ctx.Deadline()
+	ends := make([]func(kept bool), len(batch))
+	for i, p := range prompts {
+		ends[i] = s.running.begin(p, batch[i].Model, until)
+		defer ends[i](false)
+		if begun := batch[i].Begun; begun != nil {
+			begun(Prefilled{RequestID: batch[i].RequestID, Handle: hex.EncodeToString(p.handle[:]), Tokens: len(p.tokens)})
+		}
+	}
 	out := make([]Prefilled, len(batch))
 	for i, p := range prompts {
-		if out[i], err = s.prefill(ctx, p, batch[i]); err != nil {
+		out[i], err = s.prefill(ctx, p, batch[i])
+		ends[i](err == nil)
+		if err != nil {
 			for k, done := range prompts[:i] {
 				if out[k].fresh { // what was there before stays
 					s.handles.remove(done.id())
@@ -226,7 +241,7 @@ func (s *Service) compute(ctx context.Context, p *prompt) (computed int, state [
 		return 0, nil, err
 	}
 	seq := p.model.Start()
-	if computed, state, err = p.work(ctx, seq, true); err != nil {
+	if computed, state, err = p.work(ctx, seq, 0, true); err != nil {
 		return computed, nil, err
 	}
 	if state == nil { // all pages were here, but nobody has kept what comes behind
@@ -237,16 +252,20 @@ func (s *Service) compute(ctx context.Context, p *prompt) (computed int, state [
 }
 
 func (s *Service) newEntry(p *prompt, model string, state []byte, now time.Time) *entry {
+	return fromManifest(s.manifest(p, model, state, now, now.Add(s.cfg.TTL)), p.pins())
+}
+
+// manifest says what a prompt's handle stands for.
+func (s *Service) manifest(p *prompt, model string, state []byte, created, expires time.Time) kvwire.Manifest {
 	ns, form, pageTokens := p.model.Layout()
-	expires := now.Add(s.cfg.TTL)
 	wire := make([]byte, 0, 4*len(p.tokens))
 	for _, t := range p.tokens {
 		wire = append(wire, byte(t), byte(t>>8), byte(t>>16), byte(t>>24))
 	}
-	return fromManifest(kvwire.Manifest{
-		Namespace: ns, Form: form, Created: now.UnixMilli(), Expires: expires.UnixMilli(), PageTokens: pageTokens, Model: model,
+	return kvwire.Manifest{
+		Namespace: ns, Form: form, Created: created.UnixMilli(), Expires: expires.UnixMilli(), PageTokens: pageTokens, Model: model,
 		Node: s.node(), Tokens: wire, State: state,
-	}, p.pins())
+	}
 }
 
 // fromManifest returns the entry of a manifest; it keeps one copy of its bytes.

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"membrane/cache"
@@ -80,6 +81,11 @@ func (p *prompt) leading() (tokens int) {
 		tokens += g.tokens
 	}
 	return tokens
+}
+
+// complete reports whether all pages from one on are held.
+func (p *prompt) complete(from int) bool {
+	return !slices.ContainsFunc(p.pages[from:], func(g page) bool { return !g.held })
 }
 
 // fetch gets pages that are missing from peers, from a node that is known to
@@ -189,9 +195,9 @@ func (p *prompt) load(seq Sequence, g *page) (bool, error) {
 // loaded, the others are computed behind what precedes them and stored. State
 // is that behind the last token, nil if the last page was loaded. With pin,
 // each page is pinned as soon as it is here, so that a long prompt does not push
-// out its own beginning.
-func (p *prompt) work(ctx context.Context, seq Sequence, pin bool) (computed int, state []byte, err error) {
-	for i := range p.pages {
+// out its own beginning. Those before page from are in the sequence already.
+func (p *prompt) work(ctx context.Context, seq Sequence, from int, pin bool) (computed int, state []byte, err error) {
+	for i := from; i < len(p.pages); i++ {
 		g := &p.pages[i]
 		state = nil
 		if g.held {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/VictoriaMetrics/metrics"
@@ -53,6 +54,9 @@ const (
 type Peers interface {
 	Fill(ctx context.Context, r mesh.FillRequest) (pages int, why kvwire.Reason)
 	FindManifest(ctx context.Context, tenant string, handle kvwire.Hash, may func(mesh.Member) bool) mesh.FoundManifest
+	// Follow and WaitManifest are for a prefill that still runs.
+	Follow(ctx context.Context, r mesh.FillRequest, held func(pages int)) (pages int, why kvwire.Reason)
+	WaitManifest(ctx context.Context, node, tenant string, handle kvwire.Hash) ([]byte, error)
 	ManifestPulled(ctx context.Context, node, tenant string, handle kvwire.Hash) error
 	Name() string
 }
@@ -77,10 +81,13 @@ type Config struct {
 type Service struct {
 	cfg     Config
 	handles *handles
+	running *running
 	tokens  *semaphore.Weighted // of sequences at work
 	uploads *semaphore.Weighted // bytes of bundles on their way, which may come slowly
 	decodes chan struct{}
-	m       counters
+	// generating is how many decodes are behind their prompt.
+	generating atomic.Int32
+	m          counters
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -92,7 +99,7 @@ type Service struct {
 type counters struct {
 	prefills, decodes                       *metrics.Counter
 	cached, fetched, computed               *metrics.Counter // prompt tokens of prefills
-	loaded, pulled, recomputed              *metrics.Counter // prompt tokens of decodes
+	loaded, pulled, recomputed, followed    *metrics.Counter // prompt tokens of decodes
 	generated                               *metrics.Counter
 	here, atPeer, unknown                   *metrics.Counter // where manifests were found
 	expired, pullsTold, pullsHeard, refused *metrics.Counter
@@ -112,7 +119,7 @@ func New(cfg Config) (*Service, error) {
 		return nil, fmt.Errorf("cannot make the disagg service with TTL %v: not between 1s and %v", cfg.TTL, cache.MaxTTL)
 	}
 	s := &Service{
-		cfg: cfg, handles: newHandles(cfg.Cache), tokens: semaphore.NewWeighted(sequenceTokens),
+		cfg: cfg, handles: newHandles(cfg.Cache), running: newRunning(), tokens: semaphore.NewWeighted(sequenceTokens),
 		uploads: semaphore.NewWeighted(cfg.Cache.Arena().Size() / 2), decodes: make(chan struct{}, maxDecodes),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
@@ -133,18 +140,21 @@ func (s *Service) meter() {
 		pulled:   counter(`membrane_disagg_decode_prompt_tokens_total{source="peer"}`),
 		// The one that should stay 0: what a hand-over is there to save.
 		recomputed: counter("membrane_disagg_decode_recomputed_tokens_total"),
-		generated:  counter("membrane_disagg_generated_tokens_total"),
-		here:       counter(`membrane_disagg_handles_found_total{where="here"}`),
-		atPeer:     counter(`membrane_disagg_handles_found_total{where="peer"}`),
-		unknown:    counter(`membrane_disagg_handles_found_total{where="nowhere"}`),
-		expired:    counter("membrane_disagg_handles_expired_total"),
-		pullsTold:  counter("membrane_disagg_pulls_told_total"), pullsHeard: counter("membrane_disagg_pulls_heard_total"),
+		// Pulled while the prefill still ran.
+		followed:  counter("membrane_disagg_decode_followed_tokens_total"),
+		generated: counter("membrane_disagg_generated_tokens_total"),
+		here:      counter(`membrane_disagg_handles_found_total{where="here"}`),
+		atPeer:    counter(`membrane_disagg_handles_found_total{where="peer"}`),
+		unknown:   counter(`membrane_disagg_handles_found_total{where="nowhere"}`),
+		expired:   counter("membrane_disagg_handles_expired_total"),
+		pullsTold: counter("membrane_disagg_pulls_told_total"), pullsHeard: counter("membrane_disagg_pulls_heard_total"),
 		refused:           counter("membrane_disagg_refused_at_cap_total"),
 		prefillSeconds:    set.NewPrometheusHistogram("membrane_disagg_prefill_duration_seconds"),
 		handoverSeconds:   set.NewPrometheusHistogram("membrane_disagg_handover_duration_seconds"),
 		firstTokenSeconds: set.NewPrometheusHistogram("membrane_disagg_first_token_duration_seconds"),
 	}
 	set.NewGauge("membrane_disagg_handles", func() float64 { n, _, _ := s.handles.counts(); return float64(n) })
+	set.NewGauge("membrane_disagg_prefills_running", func() float64 { return float64(s.running.count()) })
 	set.NewGauge("membrane_disagg_handles_pinned", func() float64 { _, n, _ := s.handles.counts(); return float64(n) })
 	set.NewGauge("membrane_disagg_manifest_bytes", func() float64 { _, _, n := s.handles.counts(); return float64(n) })
 	set.NewGauge("membrane_disagg_decodes_waiting", func() float64 { return float64(len(s.decodes)) })
@@ -172,11 +182,14 @@ func (s *Service) Close() {
 	s.handles.close()
 }
 
-// Manifest returns a tenant's manifest in wire form, nil if it is not here. It
-// is for peers.
+// Manifest returns a tenant's manifest in wire form, nil if it is not here. That
+// of a prefill that still runs has no state and Created 0. It is for peers.
 func (s *Service) Manifest(tenant string, handle kvwire.Hash) []byte {
 	if e := s.handles.get(handleID{tenant, handle}, time.Now()); e != nil {
 		return e.body
+	}
+	if r := s.running.get(handleID{tenant, handle}); r != nil {
+		return kvwire.AppendManifest(nil, s.early(r))
 	}
 	return nil
 }
@@ -186,6 +199,12 @@ func (s *Service) Pulled(tenant string, handle kvwire.Hash) {
 	if s.handles.pulled(handleID{tenant, handle}) {
 		s.m.pullsHeard.Inc()
 	}
+}
+
+// Waiting returns how many prompts wait for the backend, and how many decodes
+// have their prompt's KV and share the backend with another.
+func (s *Service) Waiting() (prefill, decode int) {
+	return s.cfg.Backend.Waiting(), max(int(s.generating.Load())-1, 0)
 }
 
 var _ mesh.Manifests = (*Service)(nil)

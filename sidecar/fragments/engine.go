@@ -52,6 +52,10 @@ func (s *Service) Acquire(ctx context.Context) (release func(), err error) {
 	}
 }
 
+// Waiting returns how many prompts wait for the embedded engine, beside the one
+// that it computes.
+func (s *Service) Waiting() int { return max(len(s.queue)-len(s.engine), 0) }
+
 // Enter lists a window that was stored by another part of the sidecar, so that
 // it is found by its payload hash.
 func (s *Service) Enter(tenant string, m *llama.Model, hash kvwire.Hash, start, tokens int, b []byte) {

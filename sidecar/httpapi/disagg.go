@@ -3,6 +3,7 @@ package httpapi
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"math"
 	"net/http"
@@ -36,6 +37,7 @@ type disaggPrefillRequest struct {
 	MaxDecodeTokens int     `json:"max_decode_tokens"`
 	Fingerprint     string  `json:"fingerprint"`
 	DeadlineMS      *int64  `json:"deadline_ms"`
+	Stream          bool    `json:"stream"`
 }
 
 func (r disaggPrefillRequest) request() disagg.PrefillRequest {
@@ -89,6 +91,10 @@ func (s *Server) disaggPrefill(c *fasthttp.RequestCtx, who auth.Identity) {
 		return
 	}
 	ctx, stop := s.whileConnected(c)
+	if r.Stream {
+		s.streamPrefill(ctx, stop, c, who.Tenant, r.request())
+		return
+	}
 	defer stop()
 	got, err := s.cfg.Disagg.Prefill(ctx, who.Tenant, r.request())
 	if err != nil {
@@ -115,6 +121,10 @@ func (s *Server) disaggBatch(c *fasthttp.RequestCtx, who auth.Identity) {
 	}
 	batch := make([]disagg.PrefillRequest, len(r.Requests))
 	for i := range r.Requests {
+		if r.Requests[i].Stream {
+			fail(c, http.StatusBadRequest, "bad_request", fmt.Sprintf("requests[%d].stream", i), "is for a single prefill: leave it out")
+			return
+		}
 		batch[i] = r.Requests[i].request()
 	}
 	ctx, stop := s.whileConnected(c)

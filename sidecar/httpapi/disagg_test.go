@@ -274,6 +274,37 @@ func TestDecodeStreams(t *testing.T) {
 	require.Eventually(t, func() bool { return a.InFlight() == 0 }, 10*time.Second, time.Millisecond)
 }
 
+func TestPrefillStreamsItsHandleFirst(t *testing.T) {
+	t.Parallel()
+	a := newAPI(t, nil)
+	body := strings.TrimSuffix(promptJSON, "}") + `, "stream": true}`
+	var got []map[string]any
+	done := false
+	res := a.do(t, "POST", "/disagg/prefill", body)
+	require.Equal(t, 200, res.code)
+	events(t, strings.NewReader(res.body["text"].(string)), func(e event) bool {
+		if e.data == "[DONE]" {
+			done = true
+			return true
+		}
+		var v map[string]any
+		require.NoError(t, json.Unmarshal([]byte(e.data), &v))
+		got = append(got, v)
+		return true
+	})
+	require.Len(t, got, 2)
+	assert.True(t, done)
+	assert.Equal(t, got[1]["kv_handle"], got[0]["kv_handle"])
+	assert.Equal(t, got[1]["prompt_len"], got[0]["prompt_len"])
+	assert.NotContains(t, got[0], "expires_at")
+	assert.Contains(t, got[1], "expires_at")
+
+	assert.Equal(t, 400, a.do(t, "POST", "/disagg/prefill", `{"request_id": "s", "model_id": "m", "token_ids": [], "stream": true}`).code)
+	batch := a.do(t, "POST", "/disagg/prefill/batch", `{"requests": [`+body+`]}`)
+	assert.Equal(t, 400, batch.code)
+	assert.Equal(t, "requests[0].stream", batch.body["field"])
+}
+
 // A client that goes away ends the work for it: streaming, waiting, or waiting
 // for a prefill.
 func TestClientsThatGoAwayFreeEverything(t *testing.T) {

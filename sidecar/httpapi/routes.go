@@ -127,13 +127,37 @@ func (s *Server) inventory(c *fasthttp.RequestCtx, who auth.Identity) {
 }
 
 func (s *Server) ready(c *fasthttp.RequestCtx, _ auth.Identity) {
-	if s.draining.Load() {
+	if s.leaving.Load() || s.draining.Load() {
 		c.Response.Header.Set("Retry-After", strconv.Itoa(int(retryReady.Seconds())))
 		c.Response.SetStatusCode(http.StatusServiceUnavailable)
 		write(c, status{"draining"})
 		return
 	}
 	answer(c, status{"ready"})
+}
+
+// drained is the answer of POST /drain.
+type drained struct {
+	Draining bool `json:"draining"`
+	// InFlight is what is under way in the whole sidecar: requests, leases of
+	// engines, stores. Zero is the time to stop.
+	InFlight int `json:"in_flight"`
+}
+
+// drain makes /readyz say no and peers look elsewhere. Everything is served on
+// until the sidecar is stopped: others learn of it later than it does.
+func (s *Server) drain(c *fasthttp.RequestCtx, _ auth.Identity) {
+	if !s.leaving.Swap(true) {
+		s.cfg.Log.Info().Msg("asked to drain: not ready any more")
+		if s.cfg.Leave != nil {
+			s.cfg.Leave()
+		}
+	}
+	n := s.InFlight()
+	if s.cfg.InFlight != nil {
+		n = s.cfg.InFlight()
+	}
+	answer(c, drained{true, n - 1}) // this request is none of them
 }
 
 func (s *Server) refuseDraining(c *fasthttp.RequestCtx) bool {

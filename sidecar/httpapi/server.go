@@ -49,10 +49,19 @@ type Peer struct {
 	RoleSince string `json:"role_since,omitempty"`
 	RoleWhy   string `json:"role_why,omitempty"`
 	// RoleNext is set while the node drains the phase that it gives up.
-	RoleNext string  `json:"role_next,omitempty"`
-	Version  string  `json:"version"`
-	RTTMS    float64 `json:"rtt_ms"`
-	Pages    int     `json:"pages"`
+	RoleNext string `json:"role_next,omitempty"`
+	// Queues is how many requests wait there; of others only where the ratio of
+	// roles follows it.
+	Queues  *Queues `json:"queues,omitempty"`
+	Version string  `json:"version"`
+	RTTMS   float64 `json:"rtt_ms"`
+	Pages   int     `json:"pages"`
+}
+
+// Queues are how many requests of each phase wait.
+type Queues struct {
+	Prefill int `json:"prefill"`
+	Decode  int `json:"decode"`
 }
 
 // Peers is the answer of /peers: the other nodes, and this one.
@@ -72,6 +81,10 @@ type Config struct {
 	// /metrics.json.
 	Peers           func() Peers
 	Status, Summary func() any
+	// Leave tells the whole sidecar that it will be stopped, and InFlight how
+	// much is under way in it; both may be nil.
+	Leave    func()
+	InFlight func() int
 	// MeshAddress answers GET /mesh/address, whose credential is a peer's.
 	MeshAddress func(method, path, authorization string, now time.Time) (status int, body []byte)
 	// Metrics gets this listener's metrics; WriteMetrics writes all that
@@ -86,7 +99,8 @@ type Server struct {
 	cfg      Config
 	http     *fasthttp.Server
 	router   *router.Router
-	other    *endpoint // of requests that no route takes
+	other    *endpoint   // of requests that no route takes
+	leaving  atomic.Bool // POST /drain: not ready, serves on
 	draining atomic.Bool
 	inFlight atomic.Int64
 	bodies   *semaphore.Weighted // bytes
@@ -142,6 +156,7 @@ func (s *Server) routes() {
 	r.GET("/statusz", s.wrap("statusz", auth.ScopeAdmin, func(c *fasthttp.RequestCtx, _ auth.Identity) { pretty(c, s.cfg.Status()) }))
 	r.GET("/livez", s.wrap("livez", 0, func(c *fasthttp.RequestCtx, _ auth.Identity) { answer(c, status{"alive"}) }))
 	r.GET("/readyz", s.wrap("readyz", 0, s.ready))
+	r.POST("/drain", s.wrap("drain", auth.ScopeAdmin, s.drain))
 	s.disaggRoutes(r)
 	r.GET("/mesh/address", s.wrap("mesh_address", 0, s.meshAddress))
 }

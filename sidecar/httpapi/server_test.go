@@ -352,6 +352,19 @@ func TestRequestIDs(t *testing.T) {
 	f("a\"b", false)
 }
 
+// Asked to drain, it is not ready and serves on.
+func TestLeaveServesOn(t *testing.T) {
+	t.Parallel()
+	a := newAPI(t, nil)
+	for range 2 {
+		r := a.do(t, "POST", "/drain", "")
+		require.Equal(t, 200, r.code)
+		assert.Equal(t, map[string]any{"draining": true, "in_flight": 0.0}, r.body)
+	}
+	assert.Equal(t, 503, a.do(t, "GET", "/readyz", "").code)
+	assert.Equal(t, 200, a.do(t, "POST", "/prefill", `{"prompt_tokens":[1]}`).code)
+}
+
 func TestDrain(t *testing.T) {
 	t.Parallel()
 	a := newAPI(t, nil)

@@ -19,31 +19,58 @@ type streamToken struct {
 	Token     uint32 `json:"token_id"`
 }
 
+// streamBegun is the first event of a prefill's stream, the last one a
+// disaggPrefillAnswer. A decode that is asked for the handle follows the
+// prefill.
+type streamBegun struct {
+	RequestID string `json:"request_id"`
+	Handle    string `json:"kv_handle"`
+	PromptLen int    `json:"prompt_len"`
+}
+
+// streamDecode answers a decode with server-sent events, one for each token.
+func (s *Server) streamDecode(ctx context.Context, stop func(), c *fasthttp.RequestCtx, tenant string, req disagg.DecodeRequest) {
+	s.stream(ctx, stop, c, func(event func(v any) error) (any, error) {
+		done, err := s.cfg.Disagg.Decode(ctx, tenant, req, func(token uint32) error { return event(streamToken{req.RequestID, token}) })
+		return decodeAnswerOf(done), err
+	})
+}
+
+// streamPrefill answers a prefill with server-sent events, the handle first.
+func (s *Server) streamPrefill(ctx context.Context, stop func(), c *fasthttp.RequestCtx, tenant string, req disagg.PrefillRequest) {
+	s.stream(ctx, stop, c, func(event func(v any) error) (any, error) {
+		req.Begun = func(b disagg.Prefilled) { _ = event(streamBegun{b.RequestID, b.Handle, b.Tokens}) } // who has gone ends ctx
+		done, err := s.cfg.Disagg.Prefill(ctx, tenant, req)
+		return prefillAnswerOf(done), err
+	})
+}
+
 type outcome struct {
-	done disagg.Decoded
+	done any
 	err  error
 }
 
-// streamDecode answers a decode with server-sent events. What goes wrong before
-// the first token has a status of its own; later it is an event "error".
-func (s *Server) streamDecode(ctx context.Context, stop func(), c *fasthttp.RequestCtx, tenant string, req disagg.DecodeRequest) {
-	tokens, end := make(chan uint32), make(chan outcome, 1)
+// stream answers with server-sent events: those that work tells of, then what
+// it returns, then "[DONE]". What goes wrong before the first event has a
+// status of its own; later it is an event "error".
+func (s *Server) stream(ctx context.Context, stop func(), c *fasthttp.RequestCtx, work func(event func(v any) error) (any, error)) {
+	events, end := make(chan any), make(chan outcome, 1)
 	s.inFlight.Add(1) // beyond the handler, until the stream has ended
 	s.wg.Go(func() {
 		defer s.inFlight.Add(-1)
-		done, err := s.cfg.Disagg.Decode(ctx, tenant, req, func(token uint32) error {
+		done, err := work(func(v any) error {
 			select {
-			case tokens <- token:
+			case events <- v:
 				return nil
 			case <-ctx.Done():
 				return ctx.Err()
 			}
 		})
 		end <- outcome{done, err}
-		close(tokens)
+		close(events)
 	})
-	first, more := <-tokens
-	if !more { // no token at all: an error, or a stop token at once
+	first, more := <-events
+	if !more { // no event at all: an error, or a stop token at once
 		if o := <-end; o.err != nil {
 			stop()
 			s.failDisagg(c, o.err)
@@ -68,17 +95,17 @@ func (s *Server) streamDecode(ctx context.Context, stop func(), c *fasthttp.Requ
 			return w.Flush() == nil
 		}
 		ok := true
-		for token := first; more; token, more = <-tokens {
-			if ok && !send("", streamToken{req.RequestID, token}) {
+		for v := first; more; v, more = <-events {
+			if ok && !send("", v) {
 				ok = false
-				stop() // and wait for the decode to notice
+				stop() // and wait for the work to notice
 			}
 		}
 		switch o := <-end; {
 		case !ok:
 		case o.err != nil:
 			send("event: error\n", problemOf(o.err))
-		case send("", decodeAnswerOf(o.done)):
+		case send("", o.done):
 			_, _ = w.WriteString("data: [DONE]\n\n")
 		}
 	})

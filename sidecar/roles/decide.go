@@ -20,7 +20,7 @@ type Node struct {
 // Decision is what an auto node should be, and why.
 type Decision struct {
 	Role Role
-	// Why is a short sentence for people, at most 64 bytes.
+	// Why is a short sentence for people, at most maxWhy bytes.
 	Why string
 }
 

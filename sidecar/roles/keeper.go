@@ -34,6 +34,8 @@ type Config struct {
 	// asked at each look, so that it may follow a measurement; whoever supplies
 	// one sees to it that it does not swing.
 	Ratio func() float64
+	// RatioWhy says what Ratio follows, at most 32 bytes, or "". May be nil.
+	RatioWhy func() string
 	// Publish tells others of a change. May be nil.
 	Publish func(State)
 	// Hold and Pause default to DefaultHold and DefaultPause, Every (between
@@ -168,6 +170,11 @@ func (k *Keeper) Begin(p Phase) (end func(), err error) {
 // look takes one look at the members and follows an answer that has held.
 func (k *Keeper) look(now time.Time) {
 	d := Decide(k.cfg.Self(), k.cfg.Live(), k.cfg.Ratio())
+	if k.cfg.RatioWhy != nil {
+		if why := k.cfg.RatioWhy(); why != "" && d.Role != RoleBoth {
+			d.Why = cut(d.Why+", "+why, maxWhy)
+		}
+	}
 	k.mu.Lock()
 	changed := k.step(d, now)
 	state := k.state
@@ -180,6 +187,11 @@ func (k *Keeper) look(now time.Time) {
 		k.cfg.Publish(state)
 	}
 }
+
+// maxWhy is the longest reason, in bytes: it is a tag of the mesh.
+const maxWhy = 64
+
+func cut(s string, most int) string { return s[:min(len(s), most)] }
 
 // step moves on to now and reports whether the role has changed. It needs k.mu.
 func (k *Keeper) step(d Decision, now time.Time) bool {

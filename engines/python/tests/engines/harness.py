@@ -220,6 +220,14 @@ class Sidecar(Process):
         except OSError:
             return False
 
+    def metric(self, name: str) -> float:
+        """Return one metric; nothing is 0."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as r:
+            for line in r.read().decode().splitlines():
+                if line.startswith(name + " "):
+                    return float(line.split()[-1])
+        return 0.0
+
     def arena_bytes_at(self, offset: int) -> int:
         """Return the address, in the process, of an offset in the arena."""
         with open(f"/proc/{self.pid}/maps") as maps:
@@ -268,7 +276,8 @@ class Engine(Process):
             *("-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(self.model), "--served-model-name", "m"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
+            *([] if (self.model / "tokenizer.json").exists() else ["--skip-tokenizer-init"]),
+            *("--enforce-eager", "--dtype", "float32"),
             *("--max-model-len", "4096", "--max-num-seqs", "8"),
             *("--max-num-batched-tokens", "1024", "--block-size", str(BLOCK)),
             *("--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details"),
@@ -526,10 +535,13 @@ class Proxy:
 
 
 class Cluster:
-    """A prefills, B decodes; what B fetches from A goes through `link`."""
+    """A prefills, B decodes; what B fetches from A goes through `link`.
+
+    Each has a serving port, too, in front of its engine.
+    """
 
     def __init__(self, logs: Path, folder: Path) -> None:
-        model = make_model("tiny")
+        model = make_model("chat")
         self.logs = logs
         self.a = Sidecar("sidecar-a", logs, folder, data_host="127.0.0.2")
         self.b = Sidecar("sidecar-b", logs, folder)
@@ -538,7 +550,21 @@ class Cluster:
         self.engine_a = Engine("vllm-a", logs, model, self.a)
         self.engine_b = Engine("vllm-b", logs, model, self.b)
         self.plain = Engine("vllm-plain", logs, model, None)
+        self.serve_a = self._serve(self.a, self.engine_a, "prefill")
+        self.serve_b = self._serve(self.b, self.engine_b, "decode")
         self.seed = 100
+
+    @staticmethod
+    def _serve(sidecar: Sidecar, engine: Engine, role: str) -> int:
+        """Give a sidecar a role and a serving port, and return that."""
+        port = free_port(sidecar.data_host)
+        sidecar.flags = [
+            f"--role={role}",
+            f"--serve-port={port}",
+            f"--engine-url=http://127.0.0.1:{engine.port}",
+            "--prefill-threshold=256",
+        ]
+        return port
 
     @property
     def processes(self) -> list[Process]:

@@ -1,7 +1,8 @@
-"""Make a small Llama checkpoint with random weights: make_model.py FOLDER tiny|big [SEED].
+"""Make a small Llama checkpoint with random weights: make_model.py FOLDER tiny|chat|big [SEED].
 
 Needs torch and safetensors, which come with the engine. Weights are scaled so
-that greedy tokens depend on every earlier token.
+that greedy tokens depend on every earlier token. "chat" is "tiny" with a tokenizer
+of bytes and a chat template.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class Shape:
     output_std: float
 
 
+TINY = Shape(4, 128, 4, 2, 32, 256, 512, 0.15, 0.08, 0.3)
 SHAPES = {
-    "tiny": Shape(4, 128, 4, 2, 32, 256, 512, 0.15, 0.08, 0.3),
+    "tiny": TINY,
+    "chat": TINY,
     "big": Shape(12, 512, 8, 4, 64, 1408, 512, 0.07, 0.05, 0.12),
 }
 
@@ -89,5 +92,41 @@ def make(folder: Path, shape: Shape, seed: int) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+TEMPLATE = (
+    "{% for m in messages %}<|begin|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Write a tokenizer with an entry for each byte, and marks up to the vocabulary's size."""
+    # Only "chat" needs it.
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<s>", "</s>"]
+    entries = special + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["<|begin|>", "<|end|>"]
+    entries += [f"<|{i}|>" for i in range(len(entries), vocabulary)]
+    tokenizer = Tokenizer(models.BPE({e: i for i, e in enumerate(entries)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(e, special=True) for e in special])
+    tokenizer.add_tokens([AddedToken(e, special=False) for e in entries if e.startswith("<|")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "model_max_length": 4096,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+
+
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), SHAPES[sys.argv[2]], int(sys.argv[3]) if len(sys.argv) > 3 else 7)
+    where, kind = Path(sys.argv[1]), sys.argv[2]
+    if kind == "chat":
+        where.mkdir(parents=True, exist_ok=True)
+        make_tokenizer(where, SHAPES[kind].vocabulary)
+    make(where, SHAPES[kind], int(sys.argv[3]) if len(sys.argv) > 3 else 7)
