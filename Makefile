@@ -80,6 +80,19 @@ test-grpc: build grpctools ## Drive the gRPC interface with a stock Python clien
 test-engines: build ## Install the pinned engines and run them with the real sidecars
 	MEMBRANE_BIN='$(CURDIR)/bin/membrane' $(PYTHON_DIR)/tests/engines/run.sh
 
+# From a copy: setuptools leaves files behind where it builds. The wheel is then
+# installed into an environment of its own, where it must import.
+.PHONY: wheel
+wheel: ## Build the wheel of engines/python in build/wheel
+	rm -rf build/wheel && mkdir -p build/wheel/source
+	cp -r $(PYTHON_DIR)/pyproject.toml $(PYTHON_DIR)/membrane_kv build/wheel/source
+	find build/wheel/source -name __pycache__ -prune -exec rm -rf {} +
+	python3 -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel build/wheel/source
+	build/wheel/venv/bin/python -m pip install --quiet build/wheel/*.whl
+	cd build/wheel && venv/bin/python -c 'import membrane_kv; print(membrane_kv.__file__)'
+	rm -rf build/wheel/source build/wheel/venv
+
 .PHONY: bench-core
 bench-core: build ## Measure match, lease, read, store and peer fill
 	bin/membrane bench core

@@ -202,6 +202,11 @@ func (c *Client) Match(ctx context.Context, m Match, dst []Location) (Leased, er
 	return c.leased(ctx, TypeMatch, func(b []byte) []byte { return AppendMatchHead(b, m) }, m.Tokens, dst)
 }
 
+// MatchHashes is [Client.Match] for pages that are named by their hashes.
+func (c *Client) MatchHashes(ctx context.Context, m MatchHashes, dst []Location) (Leased, error) {
+	return c.leased(ctx, TypeMatchHashes, func(b []byte) []byte { return AppendMatchHashes(b, m) }, nil, dst)
+}
+
 // Lease leases pages of a known chain; locations are appended to dst.
 func (c *Client) Lease(ctx context.Context, l LeaseRequest, dst []Location) (Leased, error) {
 	return c.leased(ctx, TypeLease, func(b []byte) []byte { return AppendLeaseRequest(b, l) }, nil, dst)

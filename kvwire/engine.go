@@ -49,6 +49,9 @@ type Register struct {
 	InboxSlots int `json:"inbox_slots,omitempty"`
 	// Inline asks for no shared memory even where there could be some.
 	Inline bool `json:"inline,omitempty"`
+	// PageTokens is how many tokens a page has, for an engine that names pages by
+	// its own hashes: a multiple of the block. 0 leaves it to the sidecar.
+	PageTokens int `json:"page_tokens,omitempty"`
 }
 
 // Registered is the body of the answer to a register (JSON). On the engine

@@ -38,6 +38,8 @@ const (
 	TypeStats    Type = 0x0C
 	TypeRead     Type = 0x0D
 	TypeWrite    Type = 0x0E
+	// TypeMatchHashes is a match of pages that the asker names by their hashes.
+	TypeMatchHashes Type = 0x0F
 
 	TypeChallenge Type = 0x20
 	TypeProof     Type = 0x21
@@ -62,7 +64,7 @@ const (
 var typeNames = map[Type]string{
 	TypeHello: "hello", TypeRegister: "register", TypePing: "ping", TypeMatch: "match", TypeExtend: "extend",
 	TypeLease: "lease", TypeRelease: "release", TypeReserve: "reserve", TypeCommit: "commit", TypeDrop: "drop",
-	TypeReset: "reset", TypeStats: "stats", TypeRead: "read", TypeWrite: "write", TypeChallenge: "challenge",
+	TypeReset: "reset", TypeStats: "stats", TypeRead: "read", TypeWrite: "write", TypeMatchHashes: "match_hashes", TypeChallenge: "challenge",
 	TypeProof: "proof", TypeBatchRead: "batch_read", TypeDirectory: "directory",
 	TypeCheck: "check", TypeManifest: "manifest", TypeAwait: "await", TypeQueues: "queues", TypeForms: "forms", TypePage: "page", TypeError: "error",
 }

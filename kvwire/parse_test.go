@@ -26,6 +26,10 @@ var parsers = map[string]func([]byte) ([]byte, error){
 		return AppendError(nil, e), nil
 	},
 	"match": func(b []byte) ([]byte, error) { m, err := ParseMatch(b); return AppendMatch(nil, m), err },
+	"match_hashes": func(b []byte) ([]byte, error) {
+		m, err := ParseMatchHashes(b)
+		return AppendMatchHashes(nil, m), err
+	},
 	"leased": func(b []byte) ([]byte, error) {
 		l, err := ParseLeased(b, nil)
 		out := AppendLeased(nil, l)
@@ -105,7 +109,7 @@ var parsers = map[string]func([]byte) ([]byte, error){
 }
 
 var vectorParser = map[string]string{
-	"match": "match", "leased": "leased", "error": "error", "extend": "extend", "lease": "lease", "release": "release",
+	"match": "match", "match_hashes": "match_hashes", "leased": "leased", "error": "error", "extend": "extend", "lease": "lease", "release": "release",
 	"reserve": "reserve", "reserve_answer": "reservations", "commit": "commit", "commit_answer": "committed",
 	"drop": "handle", "read": "read", "page": "page", "challenge": "challenge", "challenge_answer": "challenge_answer",
 	"batch_read": "batch_read", "manifest_request": "manifest_request", "manifest_answer": "manifest_answer",
@@ -154,6 +158,7 @@ func FuzzBodies(f *testing.F) {
 		f.Add(uint8(i), bytes.Repeat([]byte{0xFF}, 80))
 		f.Add(uint8(i), make([]byte, 64))
 	}
+	f.Add(uint8(0), AppendMatchHashes(nil, MatchHashes{DeadlineUS: 50000, LeaseMS: 10000, Flags: MatchLocal, Hashes: make([]Hash, 2)}))
 	f.Fuzz(func(t *testing.T, which uint8, body []byte) {
 		for _, name := range names {
 			again, err := parsers[name](body)
@@ -193,7 +198,7 @@ func TestHeaderRefusesWhatIsNotAFrame(t *testing.T) {
 }
 
 func TestFrameLimitsHoldExactly(t *testing.T) {
-	for _, typ := range []Type{TypeHello, TypeRegister, TypeMatch, TypeReserve, TypePage, TypeWrite, TypeStats, TypeBatchRead, TypeManifest, TypeAwait, TypeQueues, TypeForms, TypeForms | AnswerBit, TypeManifest | AnswerBit, TypeError | AnswerBit} {
+	for _, typ := range []Type{TypeHello, TypeRegister, TypeMatch, TypeMatchHashes, TypeReserve, TypePage, TypeWrite, TypeStats, TypeBatchRead, TypeManifest, TypeAwait, TypeQueues, TypeForms, TypeForms | AnswerBit, TypeManifest | AnswerBit, TypeError | AnswerBit} {
 		limit := typ.limit()
 		_, err := ParseHeader(AppendHeader(nil, Header{Type: typ, Length: limit}))
 		assert.NoError(t, err, typ)
@@ -225,6 +230,12 @@ func TestBodyLimitsHoldExactly(t *testing.T) {
 	check("tenant", false, parseBatch(BatchRead{Tenant: strings.Repeat("t", MaxTenant+1)}))
 	check("hashes", true, parseBatch(BatchRead{Hashes: make([]Hash, MaxBatch)}))
 	check("hashes", false, parseBatch(BatchRead{Hashes: make([]Hash, MaxBatch+1)}))
+	parseHashes := func(n int) error {
+		_, err := ParseMatchHashes(AppendMatchHashes(nil, MatchHashes{Hashes: make([]Hash, n)}))
+		return err
+	}
+	check("match_hashes", true, parseHashes(MaxBatch))
+	check("match_hashes", false, parseHashes(MaxBatch+1))
 	parseAwait := func(r BatchRead) error { _, err := ParseAwait(AppendBatchRead(nil, r), nil); return err }
 	check("awaited", true, parseAwait(BatchRead{Hashes: make([]Hash, MaxAwait)}))
 	check("awaited", false, parseAwait(BatchRead{Hashes: make([]Hash, MaxAwait+1)}))

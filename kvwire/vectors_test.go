@@ -173,6 +173,9 @@ func TestFrameVectors(t *testing.T) {
 		"match": frame(TypeMatch, 2, AppendMatch(nil, Match{
 			Held: 32, DeadlineUS: 50000, LeaseMS: 10000, Scope: Scope{CacheSalt: &salt}, Tokens: tokens(1, 2, 4294967295),
 		})),
+		"match_hashes": frame(TypeMatchHashes, 11, AppendMatchHashes(nil, MatchHashes{
+			DeadlineUS: 50000, LeaseMS: 10000, Flags: MatchLocal, Hashes: []Hash{hash, {}},
+		})),
 		"leased": frame(TypeMatch|AnswerBit, 2, AppendLeased(nil, Leased{
 			Handle: 7, Lease: 9, LeaseMS: 10000, First: 1, Pages: 1, ChainPages: 3, FromPeers: 1, Shards: 2, Reason: ReasonAbsent,
 			Locations: []Location{{4096, 100, 5}, {8192, 100, 6}},

@@ -215,6 +215,9 @@ def frames(vectors: dict[str, Any], content: bytes) -> dict[str, str]:
     return {
         "ping": frame(0x03, 1, b""),
         "match": frame(0x04, 2, match),
+        "match_hashes": frame(
+            0x0F, 11, struct.pack("<IIHHI", 50000, 10000, 1, 0, 2) + page_hash + b"\0" * 32
+        ),
         "leased": frame(0x84, 2, leased),
         "error": frame(0xFF, 2, struct.pack("<HHH", 5, 6, 4) + b"tokens" + b"oops"),
         "extend": frame(0x05, 3, struct.pack("<QIII", 7, 2, 8, 9)),

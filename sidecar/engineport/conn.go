@@ -262,6 +262,7 @@ func init() { // not a composite literal: handlers refer to conn, whose methods 
 		kvwire.TypeReserve: (*conn).handleReserve, kvwire.TypeCommit: (*conn).handleCommit,
 		kvwire.TypeDrop: (*conn).handleDrop, kvwire.TypeReset: (*conn).handleReset,
 		kvwire.TypeStats: (*conn).handleStats, kvwire.TypeRead: nil,
+		kvwire.TypeMatchHashes: (*conn).handleMatchHashes,
 	}
 }
 
@@ -270,7 +271,7 @@ var (
 		kvwire.TypeHello: true, kvwire.TypeRegister: true, kvwire.TypePing: true, kvwire.TypeStats: true,
 	}
 	startsWork = map[kvwire.Type]bool{
-		kvwire.TypeRegister: true, kvwire.TypeMatch: true, kvwire.TypeLease: true, kvwire.TypeReserve: true,
+		kvwire.TypeRegister: true, kvwire.TypeMatch: true, kvwire.TypeMatchHashes: true, kvwire.TypeLease: true, kvwire.TypeReserve: true,
 	}
 )
 

@@ -59,7 +59,7 @@ type counters struct {
 var opTypes = []kvwire.Type{
 	kvwire.TypeHello, kvwire.TypeRegister, kvwire.TypePing, kvwire.TypeMatch, kvwire.TypeExtend, kvwire.TypeLease,
 	kvwire.TypeRelease, kvwire.TypeReserve, kvwire.TypeCommit, kvwire.TypeDrop, kvwire.TypeReset, kvwire.TypeStats,
-	kvwire.TypeRead, kvwire.TypeWrite,
+	kvwire.TypeRead, kvwire.TypeWrite, kvwire.TypeMatchHashes,
 }
 
 func newCounters(set *metrics.Set) *counters {

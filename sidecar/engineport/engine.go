@@ -72,6 +72,8 @@ type chain struct {
 	cost    int64 // bytes
 	dropped bool
 
+	named []kvwire.Hash // by the engine, see match_hashes; then c is nil
+
 	mu sync.Mutex
 	c  *kvwire.Chain
 }
@@ -79,6 +81,9 @@ type chain struct {
 // hashes returns the hashes of the chain's full pages. The slice stays as it
 // is: a chain only grows.
 func (ch *chain) hashes() []kvwire.Hash {
+	if ch.c == nil {
+		return ch.named
+	}
 	ch.mu.Lock()
 	defer ch.mu.Unlock()
 	return ch.c.Hashes()
@@ -90,6 +95,7 @@ type lease struct {
 	hashes    []kvwire.Hash
 	cost      int64 // bytes
 	expires   time.Time
+	own       bool // by its owner alone
 	left      int  // ranks that have not released it
 	cancelled bool // by the scheduler
 	over      bool
@@ -197,6 +203,7 @@ func (c *conn) leave() {
 		case l.over:
 		case l.owner == c:
 			e.endLease(id, l)
+		case l.own:
 		case c.role == kvwire.RoleWorker:
 			shared = append(shared, id)
 		}

@@ -150,7 +150,7 @@ func (c *conn) handleLease(body []byte) error {
 	}
 	return c.lease(ask{
 		handle: r.Handle, hashes: hashes, first: int(r.First), most: int(r.Pages),
-		deadline: c.deadline(r.DeadlineUS), ttl: ttl(r.LeaseMS), flags: r.Flags,
+		deadline: c.deadline(r.DeadlineUS), ttl: ttl(r.LeaseMS), flags: r.Flags, own: ch.c == nil,
 	})
 }
 
@@ -177,6 +177,7 @@ type ask struct {
 	ttl      time.Duration
 	flags    uint16
 	early    *ahead // has looked up what is wanted, or nil
+	own      bool   // the lease is this connection's alone
 	others   []otherSize
 }
 
@@ -236,7 +237,7 @@ func (c *conn) lease(a ask) error {
 		granted, locs, why = cache.Lease{}, locs[:0], kvwire.ReasonLayout
 	}
 	if granted.ID != 0 {
-		record := &lease{owner: c, expires: granted.Expires, left: e.holders()}
+		record := &lease{owner: c, own: a.own, expires: granted.Expires, left: c.holders(a.own)}
 		if err := e.addLease(granted.ID, record, wanted[:granted.Pages]); err != nil {
 			_ = c.s.cfg.Cache.Cancel(granted.ID)
 			return err
@@ -265,7 +266,9 @@ func (c *conn) hold(a ask, wanted []kvwire.Hash) (cache.Prefix, kvwire.Reason, e
 	if a.early != nil {
 		return a.early.take()
 	}
-	return c.eng.space.Hold(c.leaseRequest(wanted, a.ttl), c.locations[:0])
+	req := c.leaseRequest(wanted, a.ttl)
+	req.Holders = c.holders(a.own)
+	return c.eng.space.Hold(req, c.locations[:0])
 }
 
 func appendLocations(b []byte, locs []cache.Location) []byte {
@@ -304,6 +307,9 @@ func (c *conn) handleExtend(body []byte) error {
 	ch, err := c.eng.chainOf("handle", x.Handle)
 	if err != nil {
 		return err
+	}
+	if ch.c == nil {
+		return kvwire.Errorf(kvwire.CodeBadField, "handle", "chain %d is named by hashes: match the longer list", x.Handle)
 	}
 	ch.mu.Lock()
 	defer ch.mu.Unlock()

@@ -56,6 +56,12 @@ func (c *conn) handleRegister(body []byte) error {
 		return err
 	}
 	pageTokens, err := kvwire.PageTokens(c.s.cfg.PageTokens, reg.Descriptor.BlockTokens)
+	if n := reg.PageTokens; n != 0 {
+		pageTokens, err = n, nil
+		if n < kvwire.MinPageTokens || n > kvwire.MaxPageTokens || n%reg.Descriptor.BlockTokens != 0 {
+			err = kvwire.Errorf(kvwire.CodeBadField, "page_tokens", "%d is not a multiple of the block's %d tokens between %d and %d", n, reg.Descriptor.BlockTokens, kvwire.MinPageTokens, kvwire.MaxPageTokens)
+		}
+	}
 	if err != nil {
 		return err
 	}
@@ -89,7 +95,7 @@ func (c *conn) handleRegister(body []byte) error {
 		Int("page_tokens", pageTokens).Int("inbox_slots", answer.InboxSlots).Str("from", c.name()).Msg("engine registered")
 	if pageTokens != c.s.cfg.PageTokens {
 		c.s.cfg.Log.Info().Str("engine", reg.Engine).Int("page_tokens", pageTokens).Int("configured", c.s.cfg.PageTokens).
-			Msg("the engine's block is larger than --page-tokens, so pages have its size")
+			Msg("pages of this engine have another size than --page-tokens: its block is larger, or it hashes pages itself")
 	}
 	return c.answerJSON(answer)
 }

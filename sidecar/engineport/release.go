@@ -32,13 +32,17 @@ func (c *conn) release(r kvwire.Release) (uint8, error) {
 	e.mu.Lock()
 	l := e.leases[r.Lease]
 	e.mu.Unlock()
-	if l == nil {
+	if l == nil || l.own && l.owner != c {
 		return 0, kvwire.Errorf(kvwire.CodeUnknownLease, "lease", "%d was never given out or is another engine's", r.Lease)
 	}
 	if c.role == kvwire.RoleScheduler {
 		return c.cancelLease(r.Lease, l)
 	}
-	res, err := c.s.cfg.Cache.Release(r.Lease, int(c.shard.Index), r.Verify)
+	holder := int(c.shard.Index)
+	if l.own {
+		holder = 0
+	}
+	res, err := c.s.cfg.Cache.Release(r.Lease, holder, r.Verify)
 	var twice *cache.DoubleReleaseError
 	switch {
 	case errors.As(err, &twice):

@@ -1,7 +1,7 @@
 """Connectors that join inference engines to their membrane sidecar, and the client they use.
 
 Thin by intent: geometry and lifecycle. Hashing, policy and checks are the
-sidecar's. `membrane_kv.vllm` and `membrane_kv.trtllm` are imported by their
+sidecar's. `membrane_kv.vllm`, `.sglang` and `.trtllm` are imported by their
 engines; the rest needs numpy only.
 """
 

@@ -281,6 +281,28 @@ class Session:
         body = wire.pack_match(held, left_us(server_deadline), lease_ms, ids, None, salt, flags)
         return self.submit(Type.MATCH, body, wire.parse_leased, deadline, None, late, epoch)
 
+    def match_hashes(
+        self,
+        epoch: int,
+        hashes: bytes,
+        deadline: float,
+        server_deadline: float,
+        lease_ms: int,
+        flags: int = 0,
+    ) -> Call[wire.Leased]:
+        """Match pages that are named by their hashes, 32 bytes each.
+
+        What an answer that comes after the deadline brings is given back.
+        """
+        left = left_us(server_deadline) if server_deadline else 0
+        body = wire.pack_match_hashes(left, lease_ms, hashes, flags)
+
+        def late(leased: wire.Leased) -> None:
+            self.give_back(epoch, leased.lease)
+            self.drop(epoch, leased.handle)
+
+        return self.submit(Type.MATCH_HASHES, body, wire.parse_leased, deadline, None, late, epoch)
+
     def lease(
         self,
         epoch: int,

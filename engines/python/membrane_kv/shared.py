@@ -77,6 +77,19 @@ class Shared:
             if last:
                 self._unmap()
 
+    @property
+    def arena(self) -> Bytes:
+        """All of the arena. Only inside `use()`."""
+        assert self._arena is not None
+        return self._arena
+
+    @property
+    def inbox(self) -> Bytes:
+        """All of the inbox, slot after slot. Only inside `use()`."""
+        if self._inbox is None:
+            raise ValueError("this connection has no inbox")
+        return self._inbox
+
     def object(self, offset: int, length: int) -> Bytes:
         """Return the bytes [offset, offset + length) of the arena. Only inside `use()`."""
         assert self._arena is not None

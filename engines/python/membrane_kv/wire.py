@@ -29,11 +29,13 @@ MAX_BATCH: Final = 1 << 16
 MAX_CONTROL: Final = 8 << 20
 MAX_JSON: Final = 64 << 10
 MAX_SALT: Final = 4096
+HASH_SIZE: Final = 32
 
 _MAGIC: Final = b"MBRN"
 _ABSENT: Final = 0xFFFF
 _HEADER: Final = struct.Struct("<4sBBHII")
 _MATCH: Final = struct.Struct("<IIIH")
+_MATCH_HASHES: Final = struct.Struct("<IIHHI")
 _LEASED: Final = struct.Struct("<QQIIIIIHBB")
 _LEASE: Final = struct.Struct("<QIIIIH")
 _EXTEND: Final = struct.Struct("<QI")
@@ -77,6 +79,7 @@ class Type(enum.IntEnum):
     STATS = 0x0C
     READ = 0x0D
     WRITE = 0x0E
+    MATCH_HASHES = 0x0F
     PAGE = 0x40
     ERROR = 0x7F
 
@@ -334,6 +337,18 @@ def pack_match(
     )
 
 
+def pack_match_hashes(deadline_us: int, lease_ms: int, hashes: bytes, flags: int = 0) -> bytes:
+    """Return the body of a match of pages that are named by `hashes`, 32 bytes each."""
+    n, rest = divmod(len(hashes), HASH_SIZE)
+    if rest:
+        raise WireError(
+            Code.BAD_FIELD, "hashes", f"{len(hashes)} bytes are not a whole number of hashes"
+        )
+    if n > MAX_BATCH:
+        raise WireError(Code.TOO_LARGE, "hashes", f"{n} hashes are more than {MAX_BATCH}")
+    return _MATCH_HASHES.pack(deadline_us, lease_ms, flags, 0, n) + hashes
+
+
 @dataclass
 class Leased:
     """The answer to a match or a lease.
@@ -536,7 +551,11 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Register:
-    """What an engine's process says of itself. `role`: scheduler, worker or both."""
+    """What an engine's process says of itself. `role`: scheduler, worker or both.
+
+    `page_tokens` is what an engine that hashes its pages itself has in one; 0
+    leaves it to the sidecar.
+    """
 
     engine: str
     role: str
@@ -544,6 +563,7 @@ class Register:
     descriptor: Descriptor
     inbox_slots: int = 0
     inline: bool = False
+    page_tokens: int = 0
 
     def pack(self) -> bytes:
         """Return the body of a register."""
@@ -581,6 +601,7 @@ class Register:
                 },
                 "inbox_slots": self.inbox_slots,
                 "inline": self.inline,
+                **({"page_tokens": self.page_tokens} if self.page_tokens else {}),
             }
         )
 

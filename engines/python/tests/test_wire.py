@@ -34,6 +34,10 @@ PACKED = {
         ),
         "00000000 01000000 02000000 0300 0200 6164 0000 01000000 09000000",
     ),
+    "match by hashes": (
+        wire.pack_match_hashes(500_000, 10_000, b"\1" * 32 + b"\2" * 32, wire.MATCH_LOCAL),
+        "20a10700 10270000 0100 0000 02000000" + "01" * 32 + "02" * 32,
+    ),
     "extend": (
         wire.pack_extend(0x0102030405060708, wire.tokens([5, 6])),
         "0807060504030201 02000000 05000000 06000000",
@@ -209,6 +213,11 @@ def test_packing_refuses_what_is_above_a_limit() -> None:
     assert len(wire.pack_reserve(0, range(wire.MAX_BATCH))) == 4 + 12 * wire.MAX_BATCH
     with pytest.raises(WireError, match="too_large: pages"):
         wire.pack_reserve(0, range(wire.MAX_BATCH + 1))
+    assert len(wire.pack_match_hashes(0, 0, bytes(32 * wire.MAX_BATCH))) == 16 + 32 * wire.MAX_BATCH
+    with pytest.raises(WireError, match="too_large: hashes"):
+        wire.pack_match_hashes(0, 0, bytes(32 * (wire.MAX_BATCH + 1)))
+    with pytest.raises(WireError, match="bad_field: hashes"):
+        wire.pack_match_hashes(0, 0, bytes(33))
     with pytest.raises(WireError, match="too_large: length"):
         wire.frame(Type.HELLO, 0, bytes(wire.MAX_JSON + 1))
 

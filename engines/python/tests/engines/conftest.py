@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import Cluster
 
-NEEDED = ("MEMBRANE_BIN", "MEMBRANE_VLLM_PYTHON")
+NEEDED = ("MEMBRANE_BIN", "MEMBRANE_VLLM_PYTHON", "MEMBRANE_SGLANG_PYTHON")
 
 
 @pytest.fixture(scope="session")

@@ -430,7 +430,7 @@ def make_model(kind: str, seed: int = 7) -> Path:
     folder = CACHE / "models" / (kind if seed == 7 else f"{kind}-{seed}")
     if not (folder / "model.safetensors").exists():
         script = Path(__file__).with_name("make_model.py")
-        python = os.environ["MEMBRANE_VLLM_PYTHON"]
+        python = os.environ.get("MEMBRANE_VLLM_PYTHON") or os.environ["MEMBRANE_SGLANG_PYTHON"]
         subprocess.run(
             [python, str(script), str(folder), kind, str(seed)],
             check=True,

@@ -6,6 +6,7 @@
 #
 # MEMBRANE_BIN             the binary to test; built when not set
 # MEMBRANE_VLLM_PYTHON     an interpreter that has vLLM, instead of installing it
+# MEMBRANE_SGLANG_PYTHON   an interpreter that has SGLang, likewise
 # MEMBRANE_LMCACHE_PYTHON  one that has LMCache, pytest and torch, likewise
 # MEMBRANE_TEST_PYTHON     an interpreter that has pytest and numpy, likewise
 # MEMBRANE_TEST_LOGS       where logs go; build/test-engines when not set
@@ -17,6 +18,10 @@ root=$(cd "$here/../../../.." && pwd)
 if [[ -z ${MEMBRANE_VLLM_PYTHON:-} ]]; then
 	venv=$("$root/.ci/venv.sh" vllm "$here/requirements.txt" "$here/overrides.txt")
 	MEMBRANE_VLLM_PYTHON=$venv/bin/python
+fi
+if [[ -z ${MEMBRANE_SGLANG_PYTHON:-} ]]; then
+	venv=$("$root/.ci/venv.sh" sglang "$here/sglang-requirements.txt" "$here/sglang-overrides.txt")
+	MEMBRANE_SGLANG_PYTHON=$venv/bin/python
 fi
 if [[ -z ${MEMBRANE_LMCACHE_PYTHON:-} ]]; then
 	venv=$("$root/.ci/venv.sh" lmcache "$root/bench/python/lmcache-requirements.txt" "$here/overrides.txt")
@@ -30,8 +35,18 @@ if [[ -z ${MEMBRANE_BIN:-} ]]; then
 	make -C "$root" build
 	MEMBRANE_BIN=$root/bin/membrane
 fi
-export MEMBRANE_BIN MEMBRANE_VLLM_PYTHON MEMBRANE_LMCACHE_PYTHON
+export MEMBRANE_BIN MEMBRANE_VLLM_PYTHON MEMBRANE_SGLANG_PYTHON MEMBRANE_LMCACHE_PYTHON
 export MEMBRANE_TEST_LOGS=${MEMBRANE_TEST_LOGS:-$root/build/test-engines}
 
 cd "$here/../.."
-exec "$MEMBRANE_TEST_PYTHON" -m pytest -p no:cacheprovider -rA --durations=0 "${@:-tests/engines}"
+run() { "$MEMBRANE_TEST_PYTHON" -m pytest -p no:cacheprovider -rA --durations=0 "$@"; }
+if [[ $# -gt 0 ]]; then
+	run "$@"
+	exit
+fi
+# One engine after the other: the servers of both need more memory than a small
+# machine has.
+code=0
+run --ignore-glob='*test_sglang_*' tests/engines || code=$?
+MEMBRANE_TEST_LOGS=$MEMBRANE_TEST_LOGS/sglang run tests/engines/test_sglang_*.py || code=$?
+exit "$code"
