@@ -19,7 +19,7 @@ type EngineStatus struct {
 	PageTokens  int     `json:"page_tokens"`
 	TPSize      int     `json:"tp_size"`
 	PPSize      int     `json:"pp_size"`
-	ObjectBytes []int64 `json:"object_bytes"` // of each shard; 0 until its worker is here
+	ObjectBytes []int64 `json:"object_bytes,omitempty"` // of each shard; 0 until its worker is here
 	Problem     string  `json:"problem,omitempty"`
 	// Untranslated says by name why pages that were asked for could not be
 	// translated for this engine.
