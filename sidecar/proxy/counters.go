@@ -14,7 +14,7 @@ type counters struct {
 	prefillFor *metrics.PrometheusHistogram
 	fetchFor   *metrics.PrometheusHistogram
 	fetched    *metrics.Counter
-	followed   *metrics.Counter // tokens that came while the pod still prefilled
+	followed   *metrics.Counter // of them, those that came while the pod still prefilled
 	retries    *metrics.Counter
 	noBudget   *metrics.Counter
 	gone       *metrics.Counter

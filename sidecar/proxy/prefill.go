@@ -231,7 +231,9 @@ func (s *Server) follow(ctx context.Context, prefix Prefix, one *pod) (stop func
 	return func() {
 		cancel()
 		<-ended
-		s.count.followed.Add(max(0, prefix.Here()-before))
+		came := max(0, prefix.Here()-before)
+		s.count.followed.Add(came)
+		s.count.fetched.Add(came)
 	}
 }
 
