@@ -125,7 +125,8 @@ bench: build bench-peers-setup ## Run all benchmarks and write their results int
 	bin/membrane bench replay --out $(BENCH_OUT) >/dev/null
 	bin/membrane bench peers --out $(BENCH_OUT) >/dev/null
 	bin/membrane bench pd --out $(BENCH_OUT) >/dev/null
-	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=$(PROMPTS) --markdown >$(BENCH_OUT)/vllm.md
+	vllm=$(VLLM_PYTHON); lmcache=$(LMCACHE_PYTHON) || lmcache=; \
+	bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --lmcache="$$lmcache" --rounds=$(PROMPTS) --markdown >$(BENCH_OUT)/vllm.md
 	vllm=$(VLLM_PYTHON); lmcache=$(LMCACHE_PYTHON) || lmcache=; \
 	bin/membrane bench serve --vllm="$$vllm" --connector=$(PYTHON_DIR) --lmcache="$$lmcache" --markdown $(SERVE_FLAGS) >$(BENCH_OUT)/serve.md
 	$(MAKE) bench-docs
@@ -149,7 +150,8 @@ profile: ## Profile the Go benchmarks of the hot paths: processor time and alloc
 
 .PHONY: bench-vllm
 bench-vllm: build ## Measure the first token of the pinned vLLM, loaded and computed
-	vllm=$(VLLM_PYTHON); bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --rounds=$(PROMPTS)
+	vllm=$(VLLM_PYTHON); lmcache=$(LMCACHE_PYTHON) || lmcache=; \
+	bin/membrane bench core --vllm-only --vllm="$$vllm" --connector=$(PYTHON_DIR) --lmcache="$$lmcache" --rounds=$(PROMPTS)
 
 .PHONY: bench-vllm-check
 bench-vllm-check: build ## The same shortly; fail below tools/bench-vllm-floors.txt

@@ -4,11 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 )
 
@@ -120,46 +118,17 @@ func startMembraneArm(ctx context.Context, r *armRun) (*vllmServer, error) {
 	return r.vllm("membrane", vllmArgs{transfer: membraneTransfer(s.socket, filepath.Join(dir, "connector")), membraneKV: true})
 }
 
-// startLMCacheArm starts LMCache's multiprocess server, which is the form of
-// LMCache that works without a GPU, and a vLLM with its connector.
+// startLMCacheArm starts LMCache's multiprocess server and a vLLM with its
+// connector.
 func startLMCacheArm(ctx context.Context, r *armRun) (*vllmServer, error) {
 	if err := errors.Join(r.needs(r.opts.VLLM.Python, "vLLM"), r.needs(r.opts.LMCache, "LMCache")); err != nil {
 		return nil, err
 	}
-	ports, err := fixedPorts(2)
-	if err != nil {
-		return nil, err
-	}
 	// The server rounds its memory to whole GiB.
-	gib := max((r.opts.CacheMiB+1023)/1024, 1)
-	argv := []string{
-		filepath.Join(filepath.Dir(r.opts.LMCache), "lmcache"), "server", "--host", "127.0.0.1", "--port", strconv.Itoa(ports[0]),
-		"--http-port", strconv.Itoa(ports[1]), "--chunk-size", "256", "--l1-size-gb", strconv.Itoa(gib), "--eviction-policy", "LRU",
-		"--supported-transfer-mode", "auto", // the default waits for ever without a GPU
-	}
-	server, err := startGroup(r.opts.Binary, r.host.logs, "lmcache", pythonEnvironment(r.host.cache, ""), argv)
+	server, transfer, err := r.host.startLMCache(ctx, r.opts.LMCache, max((r.opts.CacheMiB+1023)/1024, 1))
 	if err != nil {
 		return nil, err
 	}
 	r.undo = append(r.undo, server.close)
-	ctx, cancel := context.WithTimeout(ctx, vllmBoot)
-	defer cancel()
-	err = server.waitUntil(ctx, func() bool {
-		req, err := http.NewRequestWithContext(ctx, http.MethodGet, fmt.Sprintf("http://127.0.0.1:%d/", ports[1]), http.NoBody)
-		if err != nil {
-			return false
-		}
-		resp, err := r.host.client.Do(req)
-		if err != nil {
-			return false
-		}
-		return resp.Body.Close() == nil // any answer: it listens
-	})
-	if err != nil {
-		return nil, err
-	}
-	transfer := transferConfig("LMCacheMPConnector", "lmcache.integration.vllm.lmcache_mp_connector", map[string]any{
-		"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": ports[0],
-	})
 	return r.vllm("lmcache", vllmArgs{python: r.opts.LMCache, transfer: transfer})
 }

@@ -21,6 +21,9 @@ type VLLMOptions struct {
 	// Connector is the folder that holds the package membrane_kv; "" where the
 	// interpreter has it installed.
 	Connector string
+	// LMCache is an interpreter that has vLLM and LMCache; "" measures only
+	// what needs it not.
+	LMCache string
 	// Logs is the folder for the servers' logs; "" keeps none.
 	Logs string
 

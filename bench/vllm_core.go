@@ -28,12 +28,14 @@ const (
 // each, and the share of a miss that is membrane's own in percent.
 type vllmFigures struct {
 	cold, missed, filled, baseline, local, peer samples
+	lmcache                                     samples // empty where there is none
 	overhead                                    samples
 }
 
 // vllmCore measures real vLLM: one server with membrane's connector and two
-// sidecars, and one with the baseline connector, which also computes what is
-// compared with. The server that is not measured is stopped.
+// sidecars, one with the baseline connector, which also computes what is
+// compared with, and where there is one, a third with LMCache's connector and
+// server. Those that are not measured are stopped.
 type vllmCore struct {
 	host      *vllmHost
 	progress  func(string)
@@ -42,6 +44,8 @@ type vllmCore struct {
 	// namespace.
 	nearClient, farClient *kvwire.Client
 	ours, base            *vllmServer
+	theirs                *vllmServer // nil without LMCache
+	theirCache            *group
 	stats                 string // path of the connector's counters
 	pageBytes             int64
 	figures               vllmFigures
@@ -73,8 +77,12 @@ func measureVLLM(ctx context.Context, opts VLLMOptions, binary, dir string, prom
 		}
 		i -= vllmWarmUp
 		f := v.figures
-		progress(fmt.Sprintf("vLLM prompt %d of %d: computed %.0f ms, baseline %.0f, local %.0f, peer %.0f, miss %.2f %%",
-			i+1, prompts, f.cold[i], f.baseline[i], f.local[i], f.peer[i], f.overhead[i]))
+		line := fmt.Sprintf("vLLM prompt %d of %d: computed %.0f ms, baseline %.0f, local %.0f, peer %.0f, miss %.2f %%",
+			i+1, prompts, f.cold[i], f.baseline[i], f.local[i], f.peer[i], f.overhead[i])
+		if v.theirs != nil {
+			line += fmt.Sprintf(", LMCache %.0f ms", f.lmcache[i])
+		}
+		progress(line)
 	}
 	return v.figures, v.checkLoads(ctx, prompts+vllmWarmUp)
 }
@@ -96,7 +104,28 @@ func (v *vllmCore) open(ctx context.Context, files string) (err error) {
 	if err := errors.Join(v.ours.wait(ctx), v.base.wait(ctx)); err != nil {
 		return err
 	}
+	if err := v.openLMCache(ctx, args); err != nil {
+		return err
+	}
 	return v.attach(ctx)
+}
+
+// openLMCache starts LMCache's server and a vLLM with its connector, if there
+// is one.
+func (v *vllmCore) openLMCache(ctx context.Context, args vllmArgs) (err error) {
+	python := v.host.opts.LMCache
+	if python == "" {
+		return nil
+	}
+	v.progress("starting LMCache and a vLLM server")
+	if v.theirCache, args.transfer, err = v.host.startLMCache(ctx, python, 1); err != nil {
+		return err
+	}
+	args.python, args.membraneKV = python, false
+	if v.theirs, err = v.host.start("vllm-lmcache", args); err != nil {
+		return err
+	}
+	return v.theirs.wait(ctx)
 }
 
 func (v *vllmCore) openSidecars(ctx context.Context) (err error) {
@@ -161,10 +190,13 @@ func (v *vllmCore) close() {
 			_ = c.Close()
 		}
 	}
-	for _, s := range []*vllmServer{v.ours, v.base} {
+	for _, s := range []*vllmServer{v.ours, v.base, v.theirs} {
 		if s != nil {
 			s.close()
 		}
+	}
+	if v.theirCache != nil {
+		v.theirCache.close()
 	}
 	for _, s := range []*sidecar{v.near, v.far} {
 		if s != nil {
@@ -173,9 +205,26 @@ func (v *vllmCore) close() {
 	}
 }
 
-// turn lets one server run and stops the other.
-func (v *vllmCore) turn(on, off *vllmServer) error {
-	return errors.Join(off.signal(syscall.SIGSTOP), on.signal(syscall.SIGCONT))
+// turn lets one server run, with the cache that is its own, and stops the
+// others.
+func (v *vllmCore) turn(on *vllmServer) error {
+	var errs []error
+	set := func(g *group, running bool) {
+		sig := syscall.SIGSTOP
+		if running {
+			sig = syscall.SIGCONT
+		}
+		errs = append(errs, g.signal(sig))
+	}
+	for _, s := range []*vllmServer{v.ours, v.base, v.theirs} {
+		if s != nil {
+			set(s.group, s == on)
+		}
+	}
+	if v.theirCache != nil {
+		set(v.theirCache, on == v.theirs)
+	}
+	return errors.Join(errs...)
 }
 
 // round measures one prompt in every way. Which server comes first alternates.
@@ -184,15 +233,20 @@ func (v *vllmCore) round(ctx context.Context, i int) error {
 	var want, got [][]uint32
 	base := func() (err error) { want, err = v.roundBase(ctx, prompt); return err }
 	ours := func() (err error) { got, err = v.roundOurs(ctx, prompt); return err }
+	var theirs [][]uint32
 	order := []func() error{base, ours}
+	if v.theirs != nil {
+		order = append(order, func() (err error) { theirs, err = v.roundTheirs(ctx, prompt); return err })
+	}
 	if i%2 == 1 {
 		slices.Reverse(order)
 	}
-	for _, half := range order {
-		if err := half(); err != nil {
+	for _, part := range order {
+		if err := part(); err != nil {
 			return err
 		}
 	}
+	got = append(got, theirs...)
 	for _, tokens := range append(want, got...) {
 		if len(tokens) != vllmAnswer || !slices.Equal(tokens, want[0]) {
 			return fmt.Errorf("tokens differ: computed %v, with the baseline %v, with membrane %v", want[0], want[1:], got)
@@ -204,32 +258,72 @@ func (v *vllmCore) round(ctx context.Context, i int) error {
 // first times a prompt's first token. cached is how many of its tokens the
 // engine must not compute.
 func (v *vllmCore) first(ctx context.Context, s *vllmServer, body completionBody, cached int, into *samples) ([]uint32, error) {
-	if err := s.forget(ctx); err != nil {
+	got, took, err := v.timed(ctx, s, body)
+	if err == nil && got.cached != cached {
+		err = fmt.Errorf("%s had %d tokens cached, not %d", s.name, got.cached, cached)
+	}
+	if err != nil {
 		return nil, err
+	}
+	*into = append(*into, millis(took))
+	return got.tokens, nil
+}
+
+// timed sends a prompt to a server whose own prefix cache was emptied, and
+// returns how long its first token took.
+func (v *vllmCore) timed(ctx context.Context, s *vllmServer, body completionBody) (streamed, time.Duration, error) {
+	if err := s.forget(ctx); err != nil {
+		return streamed{}, 0, err
 	}
 	// An engine that has been idle takes a while to wake, and some have waited
 	// for counters: a short request first puts all on a level.
 	if _, err := s.complete(ctx, newCompletion(vllmModel, vllmPrompt(vllmBlock/2, 2000), 2)); err != nil {
-		return nil, err
+		return streamed{}, 0, err
 	}
 	begin := time.Now()
 	got, err := s.complete(ctx, body)
-	switch {
-	case err != nil:
-		return nil, err
-	case len(got.arrivals) == 0:
-		return nil, fmt.Errorf("%s answered without a token", s.name)
-	case got.cached != cached:
-		return nil, fmt.Errorf("%s had %d tokens cached, not %d", s.name, got.cached, cached)
+	if err == nil && len(got.arrivals) == 0 {
+		err = fmt.Errorf("%s answered without a token", s.name)
 	}
-	*into = append(*into, millis(got.arrivals[0].Sub(begin)))
-	return got.tokens, nil
+	if err != nil {
+		return streamed{}, 0, err
+	}
+	return got, got.arrivals[0].Sub(begin), nil
+}
+
+// roundTheirs computes a prompt with LMCache's connector, waits until all its
+// whole chunks are held, and loads it.
+func (v *vllmCore) roundTheirs(ctx context.Context, prompt []uint32) ([][]uint32, error) {
+	if err := v.turn(v.theirs); err != nil {
+		return nil, err
+	}
+	body := newCompletion(vllmModel, prompt, vllmAnswer)
+	const held = vllmTokens / lmcacheChunk * lmcacheChunk
+	computed, _, err := v.timed(ctx, v.theirs, body)
+	if err != nil {
+		return nil, err
+	}
+	var loaded streamed
+	var took time.Duration
+	load := func() (bool, error) {
+		loaded, took, err = v.timed(ctx, v.theirs, body)
+		return err == nil && loaded.cached >= held, err
+	}
+	// It stores behind the answer; the first load that is whole is not counted.
+	if err := poll(ctx, "LMCache's store", load); err != nil {
+		return nil, err
+	}
+	if whole, err := load(); err != nil || !whole {
+		return nil, errors.Join(fmt.Errorf("%s had %d tokens cached, not %d", v.theirs.name, loaded.cached, held), err)
+	}
+	v.figures.lmcache = append(v.figures.lmcache, millis(took))
+	return [][]uint32{computed.tokens, loaded.tokens}, nil
 }
 
 // roundBase computes a prompt with the baseline connector told to leave it
 // alone, computes it once more with its files written, and loads it.
 func (v *vllmCore) roundBase(ctx context.Context, prompt []uint32) ([][]uint32, error) {
-	if err := v.turn(v.base, v.ours); err != nil {
+	if err := v.turn(v.base); err != nil {
 		return nil, err
 	}
 	body := newCompletion(vllmModel, prompt, vllmAnswer)
@@ -253,7 +347,7 @@ func (v *vllmCore) roundBase(ctx context.Context, prompt []uint32) ([][]uint32, 
 // roundOurs computes a prompt that no sidecar has, loads it from the engine's
 // own sidecar, and loads it once more when only the other sidecar has it.
 func (v *vllmCore) roundOurs(ctx context.Context, prompt []uint32) ([][]uint32, error) {
-	if err := v.turn(v.ours, v.base); err != nil {
+	if err := v.turn(v.ours); err != nil {
 		return nil, err
 	}
 	body := newCompletion(vllmModel, prompt, vllmAnswer)

@@ -9,10 +9,11 @@ import (
 )
 
 func TestEveryWayOfAFirstTokenIsMeasured(t *testing.T) {
-	opts := VLLMOptions{Python: fakePython(t, ""), settle: 50 * time.Millisecond}
+	python := fakePython(t, "")
+	opts := VLLMOptions{Python: python, LMCache: python, settle: 50 * time.Millisecond}
 	f, err := measureVLLM(deadline(t), opts, realBinary(t), t.TempDir(), 2, func(line string) { t.Log(line) })
 	require.NoError(t, err)
-	for _, s := range []samples{f.cold, f.missed, f.filled, f.baseline, f.local, f.peer, f.overhead} {
+	for _, s := range []samples{f.cold, f.missed, f.filled, f.baseline, f.local, f.peer, f.lmcache, f.overhead} {
 		assert.Len(t, s, 2)
 	}
 	for _, share := range f.overhead {

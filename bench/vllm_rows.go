@@ -2,8 +2,11 @@ package bench
 
 import "slices"
 
-// vllmNotRun is why the rows of vLLM are there without figures.
-const vllmNotRun = "needs vLLM, run make bench-vllm"
+// Why rows are there without figures.
+const (
+	vllmNotRun    = "needs vLLM, run make bench-vllm"
+	lmcacheNotRun = "needs LMCache, run make bench-vllm"
+)
 
 // vllmRow is one row of vLLM's, with what it is compared with.
 type vllmRow struct {
@@ -16,10 +19,12 @@ type vllmRow struct {
 	least bool
 	// faster turns the ratio around.
 	faster bool
+	// needs is why there is no row where there is nothing to compare with.
+	needs string
 }
 
 func (f vllmFigures) rows() []vllmRow {
-	const base, computed = "baseline connector", "computed"
+	const base, computed, lmcache = "baseline connector", "computed", "LMCache (multiprocess)"
 	return []vllmRow{
 		{name: "vLLM first token, local sidecar", unit: "ms", s: f.local, to: f.baseline, toName: base, target: "<= 1.3"},
 		{name: "vLLM first token, local sidecar, least", unit: "ms", s: f.local, to: f.baseline, toName: base, target: "<= 1.3", least: true},
@@ -29,6 +34,8 @@ func (f vllmFigures) rows() []vllmRow {
 		{name: "vLLM first token, local sidecar, times sooner, least", unit: "ms", s: f.local, to: f.cold, toName: computed, target: ">= 8", faster: true, least: true},
 		{name: "vLLM first token, peer's sidecar, times sooner", unit: "ms", s: f.peer, to: f.cold, toName: computed, target: ">= 8", faster: true},
 		{name: "vLLM first token, peer's sidecar, times sooner, least", unit: "ms", s: f.peer, to: f.cold, toName: computed, target: ">= 8", faster: true, least: true},
+		{name: "vLLM first token, local sidecar, beside LMCache", unit: "ms", s: f.local, to: f.lmcache, toName: lmcache, target: "<= 0.4", needs: lmcacheNotRun},
+		{name: "vLLM first token, local sidecar, beside LMCache, least", unit: "ms", s: f.local, to: f.lmcache, toName: lmcache, target: "<= 0.4", least: true, needs: lmcacheNotRun},
 		{name: "vLLM first token, held nowhere", unit: "ms", s: f.missed, to: f.cold, toName: computed},
 		{name: "vLLM held nowhere, hooks and waiting in the first token", unit: "%", s: f.overhead, target: "<= 2"},
 	}
@@ -43,6 +50,9 @@ func (f vllmFigures) report(r Report) (Report, error) {
 			f.filled.row("vLLM first token, computed, baseline connector writing", "ms"),
 			f.baseline.row("vLLM first token, baseline connector", "ms"))
 	}
+	if len(f.lmcache) > 0 {
+		r.Ceilings = append(r.Ceilings, f.lmcache.row("vLLM first token, LMCache (multiprocess)", "ms"))
+	}
 	for _, v := range f.rows() {
 		row, err := v.row()
 		if err != nil {
@@ -55,9 +65,17 @@ func (f vllmFigures) report(r Report) (Report, error) {
 
 func (v vllmRow) row() (Row, error) {
 	row := v.s.row(v.name, v.unit)
+	why := ""
 	switch {
 	case len(v.s) == 0:
-		row.Why = vllmNotRun
+		why = vllmNotRun
+	case v.needs != "" && len(v.to) == 0:
+		why = v.needs
+	}
+	switch {
+	case why != "":
+		row = samples{}.row(v.name, v.unit)
+		row.Why = why
 		if v.target != "" {
 			row.Target = &v.target
 		}

@@ -38,7 +38,7 @@ func (v *vllmCore) own(ctx context.Context) (time.Duration, error) {
 
 // checkLoads looks at the connector's own counters: every load worked.
 func (v *vllmCore) checkLoads(ctx context.Context, prompts int) error {
-	if err := v.turn(v.ours, v.base); err != nil {
+	if err := v.turn(v.ours); err != nil {
 		return err
 	}
 	if _, err := v.own(ctx); err != nil { // they are all in the file

@@ -46,13 +46,12 @@ func allTargets() []target {
 		{name: "RESP GET 64 KiB, 8 streams, p99", bound: "<= 2.0", cell: get(small, 1, 8), ours: sysRESP, to: resp, figure: figureP99, lower: true},
 		{name: "RESP SET 2 MiB, 8 streams", bound: ">= 1.0", cell: cell{Op: opSet, Size: big, Batch: 1, Streams: 8}, ours: sysRESP, to: resp},
 	}
-	for _, ours := range []string{sysData, sysEngine} {
-		for _, c := range []cell{get(small, 32, 1), get(small, 32, 8), get(small, 32, 64), get(big, 8, 1), get(big, 8, 8), get(big, 8, 64)} {
-			list = append(list, target{
-				name: fmt.Sprintf("%s, batched read, %d × %s, streams: %d", ours, c.Batch, sizeName(c.Size), c.Streams), bound: ">= 1.0",
-				cell: c, ours: ours, to: []string{sysKVB}, lesser: 0.9,
-			})
-		}
+	// The engine port is no batched read: it leases, and so pins and checks, first.
+	for _, c := range []cell{get(small, 32, 1), get(small, 32, 8), get(small, 32, 64), get(big, 8, 1), get(big, 8, 8), get(big, 8, 64)} {
+		list = append(list, target{
+			name: fmt.Sprintf("%s, batched read, %d × %s, streams: %d", sysData, c.Batch, sizeName(c.Size), c.Streams), bound: ">= 1.0",
+			cell: c, ours: sysData, to: []string{sysKVB}, lesser: 0.9,
+		})
 	}
 	sockets := []string{sysRedis, sysValkey, sysKVB, sysLM, sysMooncake}
 	batch := get(big, 8, 8)
@@ -89,7 +88,7 @@ func (r *run) targets() ([]bench.Row, error) {
 	rows = append(rows, memory...)
 	return append(rows,
 		bench.Row{Name: "hit ratio in tokens on replayed traces", Why: "see membrane bench replay"},
-		bench.Row{Name: "vLLM first token, 2,001 tokens, loaded", Why: "see membrane bench serve"},
+		bench.Row{Name: "vLLM first token, 2,001 tokens, loaded", Why: "see make bench-vllm"},
 	), nil
 }
 

@@ -79,6 +79,7 @@ Needs about 4 GiB of memory; with --quick 1 GiB; for vLLM 6 GiB.`,
 	flags.BoolVar(&opts.Quick, "quick", false, "less memory and three rounds, to see that all rows work")
 	flags.IntVar(&opts.Rounds, "rounds", 0, "how often every figure is taken (default 15, with --quick 3)")
 	vllmFlags(flags, &opts.VLLM)
+	flags.StringVar(&opts.VLLM.LMCache, "lmcache", "", "with --vllm: a Python interpreter that has vLLM and LMCache, to measure beside it")
 	flags.BoolVar(&opts.VLLMOnly, "vllm-only", false, "with --vllm: measure nothing but vLLM; --rounds is the number of prompts")
 	flags.StringVar(&floors, "floors", "", "exit 1 when a row is below its floor in this file")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
