@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"membrane/cache"
 	"membrane/kvwire"
 )
 
@@ -156,12 +157,13 @@ type session struct {
 	in     []byte
 	out    []byte
 	hashes []kvwire.Hash
-	pages  pageWriter
+	pages  kvwire.PageWriter
+	queued int           // whole pages in it
+	views  []*cache.View // of the page that is being queued
 }
 
 func (d *dataPort) serve(c net.Conn) {
 	s := &session{d: d, c: c, r: bufio.NewReaderSize(c, 4<<10)}
-	s.pages.c = c
 	err := s.handshake()
 	if err == nil {
 		d.proven(c)

@@ -465,7 +465,6 @@ func FuzzDataPort(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte, known bool) {
 		here, there := net.Pipe()
 		s := &session{d: n.data, c: there, r: bufio.NewReader(there)}
-		s.pages.c = there
 		go func() {
 			_, _ = here.Write(data)
 			_ = here.Close()

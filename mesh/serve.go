@@ -1,7 +1,6 @@
 package mesh
 
 import (
-	"net"
 	"time"
 
 	"membrane/cache"
@@ -14,8 +13,9 @@ import (
 func (s *session) batchRead(id uint32, req kvwire.BatchRead, arrived time.Time) error {
 	deadline := arrived.Add(min(time.Duration(req.DeadlineUS)*time.Microsecond, maxReadTime))
 	_ = s.c.SetWriteDeadline(deadline.Add(writeGrace))
-	s.pages.begin(id)
-	defer s.pages.drop()
+	s.pages.Begin(s.c, id)
+	defer s.pages.Drop()
+	s.queued = 0
 	draining := s.d.m.closing.Load() // what has begun may still end
 	space := s.d.m.cfg.Store.Lookup(req.Tenant, req.Namespace)
 	for i, h := range req.Hashes {
@@ -32,9 +32,9 @@ func (s *session) batchRead(id uint32, req kvwire.BatchRead, arrived time.Time) 
 		}
 		if why != kvwire.ReasonNone {
 			s.d.m.counters.notServed.add(why, 1)
-			s.pages.missed(uint32(i), req.Form, why)
+			s.pages.Page(kvwire.PageHeader{Index: uint32(i), Shard: kvwire.Shard{Count: 1}, Form: req.Form, Reason: why}, nil, nil)
 		}
-		if s.pages.full() {
+		if s.pages.Full() {
 			if err := s.flush(); err != nil {
 				return err
 			}
@@ -83,118 +83,41 @@ func (s *session) page(space *cache.Space, index uint32, form kvwire.Form, h kvw
 	if why != kvwire.ReasonNone {
 		return why
 	}
-	first := len(s.pages.views)
+	s.views = s.views[:0]
+	defer func() { clear(s.views) }()
 	for i := range n {
 		shard := kvwire.Shard{Index: uint16(i), Count: uint16(n)}
 		v, why := space.View(shard, form, h, false)
+		if v != nil {
+			s.views = append(s.views, v)
+			if v.Local() {
+				why = kvwire.ReasonLayout
+			}
+		}
 		if why != kvwire.ReasonNone {
-			s.pages.forget(first)
+			for _, v := range s.views {
+				v.Close()
+			}
 			return why
 		}
-		if v.Local() {
-			v.Close()
-			s.pages.forget(first)
-			return kvwire.ReasonLayout
-		}
-		s.pages.views = append(s.pages.views, v)
 	}
-	for i, v := range s.pages.views[first:] {
-		s.pages.object(kvwire.PageHeader{
-			Index: index, Shard: kvwire.Shard{Index: uint16(i), Count: uint16(n)}, Form: form,
-			Length: uint64(len(v.Bytes())), Sum: v.Sum(), Auth: v.Auth(),
-		}, v.Bytes())
+	for i, v := range s.views {
+		s.pages.Page(kvwire.PageHeader{
+			Index: index, Shard: kvwire.Shard{Index: uint16(i), Count: uint16(n)}, Form: form, Sum: v.Sum(), Auth: v.Auth(),
+		}, v.Bytes(), v)
 	}
-	s.pages.count++
+	s.queued++
 	return kvwire.ReasonNone
 }
 
 // flush writes what is queued.
 func (s *session) flush() error {
-	pages, bytes := s.pages.count, s.pages.bytes
-	if err := s.pages.write(); err != nil {
+	pages, bytes := s.queued, s.pages.Queued()
+	s.queued = 0
+	if err := s.pages.Flush(); err != nil {
 		return err
 	}
 	s.d.m.counters.served.Add(uint64(pages))
 	s.d.m.counters.servedBytes.Add(uint64(bytes))
 	return nil
-}
-
-const (
-	maxQueued      = 1 << 20 // bytes of objects in one writev, unless one is larger
-	maxQueuedParts = 64
-)
-
-// pageWriter gathers page frames for one writev: headers from its own memory,
-// objects in place.
-type pageWriter struct {
-	c       net.Conn
-	id      uint32
-	headers []byte
-	parts   []part
-	bufs    net.Buffers
-	views   []*cache.View
-	count   int
-	bytes   int
-}
-
-// part is one frame: where its header ends, and its object if it has one.
-type part struct {
-	end    int
-	object []byte
-}
-
-func (w *pageWriter) begin(id uint32) { w.id = id }
-
-func (w *pageWriter) full() bool { return w.bytes >= maxQueued || len(w.parts) >= maxQueuedParts }
-
-func (w *pageWriter) object(p kvwire.PageHeader, b []byte) {
-	w.headers = kvwire.AppendHeader(w.headers, kvwire.Header{Type: kvwire.TypePage, ID: w.id, Length: uint32(kvwire.PageHeaderSize + len(b))})
-	w.headers = kvwire.AppendPageHeader(w.headers, p)
-	w.parts = append(w.parts, part{len(w.headers), b})
-	w.bytes += len(b)
-}
-
-func (w *pageWriter) missed(index uint32, form kvwire.Form, why kvwire.Reason) {
-	w.object(kvwire.PageHeader{Index: index, Shard: kvwire.Shard{Count: 1}, Form: form, Reason: why}, nil)
-}
-
-// write sends what is queued and lets go of it.
-func (w *pageWriter) write() error {
-	if len(w.parts) == 0 {
-		return nil
-	}
-	w.bufs = w.bufs[:0]
-	start := 0
-	for i, p := range w.parts {
-		if p.object == nil && i+1 < len(w.parts) {
-			continue // its header goes out together with the next
-		}
-		w.bufs = append(w.bufs, w.headers[start:p.end])
-		if p.object != nil {
-			w.bufs = append(w.bufs, p.object)
-		}
-		start = p.end
-	}
-	bufs := w.bufs // WriteTo eats the slice that it is called on
-	_, err := bufs.WriteTo(w.c)
-	w.drop()
-	return err
-}
-
-// drop lets go of what is queued.
-func (w *pageWriter) drop() {
-	w.forget(0)
-	clear(w.parts)
-	clear(w.bufs)
-	w.headers, w.parts, w.bufs = w.headers[:0], w.parts[:0], w.bufs[:0]
-	w.count, w.bytes = 0, 0
-}
-
-// forget lets go of the views from the given one on.
-func (w *pageWriter) forget(from int) {
-	for _, v := range w.views[from:] {
-		v.Close()
-	}
-	clear(w.views[from:])
-	w.views = w.views[:from]
 }
