@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from . import facts as facts_of
 from . import wire
 from .facts import Facts, Unsupported
+from .identity import Adapters, scope
 from .jobs import LoadJob, Step
 from .pool import Pool
 from .record import Recorder, hook
@@ -109,6 +110,7 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         self._storer: Storer | None = None
         self._requests: dict[str, Any] = {}
         self._blocks = _Blocks()
+        self._adapters = Adapters()
         self._asked_at: dict[str, float] = {}
         self._unreported: list[str] = []
         self._lost_blocks: set[int] = set()
@@ -169,16 +171,18 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         if s is None or s.knows(request.request_id) or request.request_id in self._requests:
             return
         self._requests[request.request_id] = request
-        plain = (
-            request.prompt_token_ids is not None
-            and getattr(request, "prompt_embeds", None) is None
-            and not getattr(request, "mm_features", None)
-            and not getattr(request, "skip_reading_prefix_cache", False)
-            and request.lora_request is None
+        found = scope(request, self._adapters)
+        if isinstance(found, str):
+            self.recorder.add("passed_by_" + found)
+            return
+        ids = request.all_token_ids
+        s.add(
+            request.request_id,
+            found.salt,
+            lambda a, b: wire.tokens(ids[a:b]),
+            found.extra,
+            found.reads,
         )
-        if plain:
-            ids = request.all_token_ids
-            s.add(request.request_id, request.cache_salt, lambda a, b: wire.tokens(ids[a:b]))
 
     def _no_promise(self, request: Any, *_: Any) -> tuple[int, bool]:
         if self._scheduler is not None:
