@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from . import facts as facts_of
 from . import wire
+from .announce import Announcer
 from .facts import Facts, Unsupported
 from .identity import Adapters, scope
 from .jobs import LoadJob, Step
@@ -36,6 +38,8 @@ from .record import Recorder, hook
 from .scheduler import Scheduler
 from .session import Session
 from .settings import Settings
+from .vllm_events import StoredPages, as_events
+from .vllm_stats import MembraneMetrics, MembraneStats
 from .worker import Loader, Storer
 
 try:
@@ -111,6 +115,9 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: dict[str, Any] = {}
         self._blocks = _Blocks()
         self._adapters = Adapters()
+        self._announcer: Announcer | None = None
+        events = getattr(vllm_config, "kv_events_config", None)
+        self._tells = bool(getattr(events, "enable_kv_cache_events", False))
         self._asked_at: dict[str, float] = {}
         self._unreported: list[str] = []
         self._lost_blocks: set[int] = set()
@@ -153,6 +160,9 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
             loads=config.is_kv_consumer,
             stores=config.is_kv_producer,
         )
+        hash_block = int(getattr(self._kv_cache_config, "hash_block_size", 0) or facts.block)
+        if self._tells:
+            self._announcer = Announcer(facts.tp_size, hash_block, facts.block)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -259,9 +269,20 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
             idle,
         )
         step.loads = s.loads()
+        self._expect(step)
         if idle and not step.loads:
             s.wait_for_answer()
         return StepMetadata(step)
+
+    def _expect(self, step: Step) -> None:
+        """Note which pages may be announced once the workers have stored them."""
+        if self._announcer is None or self._session is None:
+            return
+        if (up := self._session.up) is not None:
+            self._announcer.connection(up.epoch)
+        for job in step.stores:
+            r = self._requests[job.request]
+            self._announcer.expect(job, r.block_hashes, r.all_token_ids, r)
 
     @hook(lambda *_: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -274,6 +295,16 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
             s.lost_blocks(lost)
         failed = getattr(connector_output, "failed_recving", None) or ()
         s.loaded(connector_output.finished_recving or (), failed)
+        meta = getattr(connector_output, "kv_connector_worker_meta", None)
+        if self._announcer is not None and isinstance(meta, StoredPages):
+            self._announcer.held(meta.pages)
+
+    @hook(lambda *_: ())
+    def take_events(self) -> Iterable[Any]:
+        """Return BlockStored and BlockRemoved events of the sidecar's memory, medium CPU."""
+        if self._announcer is None:
+            return ()
+        return as_events(self._announcer.take(), self._announcer.hash_tokens)
 
     def _nothing_kept(self, *_: Any) -> tuple[bool, None]:
         return False, None
@@ -302,8 +333,36 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda *_: False)
     def reset_cache(self) -> bool | None:
-        """Drop this namespace's pages in the sidecar; peers keep theirs."""
-        return self._scheduler.reset() if self._scheduler is not None else None
+        """Drop this namespace's pages in the sidecar, see Scheduler.reset; peers keep theirs."""
+        if self._scheduler is None:
+            return None
+        if self._announcer is not None:
+            self._announcer.forget()
+        return self._scheduler.reset()
+
+    # Both sides.
+
+    @hook(lambda *_: None)
+    def get_kv_connector_stats(self) -> MembraneStats | None:
+        """Return what was counted since the last step, or None."""
+        counted = self.recorder.take()
+        return MembraneStats(data=dict(counted)) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MembraneStats:
+        """Return stats that came from another process as a dict."""
+        return MembraneStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MembraneMetrics:
+        """Return the Prometheus counters of this connector."""
+        return MembraneMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The workers' side.
 
@@ -336,7 +395,7 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         shard = facts.descriptor(rank).shard
         self._loader = Loader(session, pool, shard, self._settings, self.recorder)
         if slots:
-            self._storer = Storer(session, pool, self._settings, self.recorder)
+            self._storer = Storer(session, pool, self._settings, self.recorder, self._tells)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's jobs; ask for inbox slots while the model computes."""
@@ -414,6 +473,12 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         return lost
 
     @hook(lambda *_: None)
+    def build_connector_worker_meta(self) -> StoredPages | None:
+        """Tell the scheduler's side what this rank has stored, when vLLM publishes events."""
+        held = self._storer.take_held() if self._storer is not None else []
+        return StoredPages(dict.fromkeys(held, 1)) if held else None
+
+    @hook(lambda *_: None)
     def shutdown(self) -> None:
         """End threads and connection."""
         began = time.monotonic()
@@ -438,3 +503,7 @@ def _tp_rank() -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
+
+
+# A parent connector rebuilds its children's stats by their registered names.
+register()

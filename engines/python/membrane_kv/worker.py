@@ -11,6 +11,7 @@ import collections
 import queue
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -195,16 +196,24 @@ class Storer:
     `begin` asks for slots before the step computes, `finish` copies and commits
     after it, and waits for the sidecar no longer than the store deadline; what
     has not been handed over by then is counted and not stored. When `finish`
-    returns nothing reads the engine's blocks any more.
+    returns nothing reads the engine's blocks any more. With `tell`, `take_held`
+    returns which pages the sidecar has acknowledged since.
     """
 
     def __init__(
-        self, session: Session, pool: Pool, settings: Settings, recorder: Recorder
+        self,
+        session: Session,
+        pool: Pool,
+        settings: Settings,
+        recorder: Recorder,
+        tell: bool = False,
     ) -> None:
         self._session = session
         self._pool = pool
         self._deadline_s = settings.store_deadline_ms / 1e3
         self._recorder = recorder
+        self._held: collections.deque[tuple[str, int]] | None
+        self._held = collections.deque() if tell else None
         self._todo: collections.deque[_Chunk] = collections.deque()
         self._asked: collections.deque[_Chunk] = collections.deque()
         self._credits = 0
@@ -243,6 +252,26 @@ class Storer:
 
     def finish(self) -> None:
         """Copy and commit what `begin` took. Waits until the store deadline at most."""
+        if not (self._todo or self._asked):
+            return
+        began = time.perf_counter()
+        try:
+            self._finish()
+        finally:
+            self._recorder.add("store_us", int((time.perf_counter() - began) * 1e6))
+
+    def take_held(self) -> list[tuple[str, int]]:
+        """Return request and number of the pages that the sidecar holds now, each once."""
+        found = []
+        while self._held:
+            found.append(self._held.popleft())
+        return found
+
+    def _tell(self, job: StoreJob, pages: Iterable[int]) -> None:
+        if self._held is not None:
+            self._held.extend((job.request, page) for page in pages)
+
+    def _finish(self) -> None:
         deadline = time.monotonic() + self._deadline_s
         while self._todo or self._asked:
             up = self._session.up
@@ -286,7 +315,9 @@ class Storer:
             raise ValueError(f"{len(granted)} reservations for {chunk.pages} pages")
         for reason in granted["reason"][granted["status"] == wire.Store.REFUSED].tolist():
             self._drop(1, wire.reason_name(reason))
-        self._recorder.add("stores_existing", int((granted["status"] == wire.Store.EXISTS).sum()))
+        exist = np.flatnonzero(granted["status"] == wire.Store.EXISTS)
+        self._recorder.add("stores_existing", len(exist))
+        self._tell(chunk.job, (exist + chunk.first).tolist())
         take = np.flatnonzero(granted["status"] == wire.Store.SLOT)
         if not len(take):
             return
@@ -301,7 +332,7 @@ class Storer:
             take + chunk.first,
             granted["slot"][take],
             time.monotonic() + _COMMIT_S,
-            _Committed(self._recorder, len(take)),
+            _Committed(self, chunk.job, (take + chunk.first).tolist()),
         )
 
     def _copy(self, chunk: _Chunk, up: Up, take: np.ndarray, slots: np.ndarray) -> None:
@@ -324,7 +355,7 @@ class Storer:
             data = np.empty(size, np.uint8)
             self._gather(chunk, page, self._pool.cut(data))
             until = time.monotonic() + _COMMIT_S
-            done = _Committed(self._recorder, 1)
+            done = _Committed(self, chunk.job, [chunk.first + page])
             self._session.write(
                 epoch, chunk.job.handle, chunk.first + page, data.tobytes(), until, done
             )
@@ -347,21 +378,25 @@ class Storer:
 class _Committed:
     """Counts the answer to a commit or write of some pages."""
 
-    def __init__(self, recorder: Recorder, pages: int) -> None:
-        self._recorder = recorder
+    def __init__(self, storer: Storer, job: StoreJob, pages: list[int]) -> None:
+        self._storer = storer
+        self._job = job
         self._pages = pages
 
     def __call__(self, call: Call[wire.Records]) -> None:
-        r = self._recorder
+        r = self._storer._recorder
         if not call.ok or call.result is None:
-            r.add("dropped_stores", self._pages)
-            r.add("dropped_stores_" + call.reason, self._pages)
+            r.add("dropped_stores", len(self._pages))
+            r.add("dropped_stores_" + call.reason, len(self._pages))
             return
         done = call.result
         stored = done["status"] == wire.Store.STORED
+        exist = done["status"] == wire.Store.EXISTS
         r.add("stored_pages", int(stored.sum()))
-        r.add("stores_existing", int((done["status"] == wire.Store.EXISTS).sum()))
+        r.add("stores_existing", int(exist.sum()))
         r.sums("stored", done["sum"][stored])
+        held = np.flatnonzero(stored | exist).tolist()
+        self._storer._tell(self._job, (self._pages[i] for i in held))
         for reason in done["reason"][done["status"] == wire.Store.REFUSED].tolist():
             r.add("dropped_stores")
             r.add("dropped_stores_" + wire.reason_name(reason))
