@@ -94,7 +94,8 @@ def _refuse(vllm_config: Any, kv_cache_config: Any) -> None:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        raise Unsupported(f"the model has {len(groups)} KV cache groups, one is supported")
+        kinds = ", ".join(type(g.kv_cache_spec).__name__ for g in groups)
+        raise Unsupported(f"the model has {len(groups)} KV cache groups ({kinds}), one is supported")
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):

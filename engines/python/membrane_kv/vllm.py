@@ -259,11 +259,12 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         cached = out.scheduled_cached_reqs
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         idle = not out.total_num_scheduled_tokens
+        unsure = self._loaded_by_others(out)
         step = s.step(
             [
                 (i, before[i] + n, len(self._requests[i].all_token_ids))
                 for i, n in out.num_scheduled_tokens.items()
-                if i in before and i in self._requests
+                if i in before and i in self._requests and i not in unsure
             ],
             blocks,
             idle,
@@ -273,6 +274,18 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         if idle and not step.loads:
             s.wait_for_answer()
         return StepMetadata(step)
+
+    @staticmethod
+    def _loaded_by_others(out: SchedulerOutput) -> set[str]:
+        """Return requests whose KV another connector may load in this very step.
+
+        This one never does. Should that load fail, then what the step computes
+        is wrong: it is stored with the next step, which knows.
+        """
+        if not getattr(out, "has_sync_kv_loads", False):
+            return set()
+        resumed = getattr(out.scheduled_cached_reqs, "resumed_req_ids", ())
+        return {*resumed, *(new.req_id for new in out.scheduled_new_reqs)}
 
     def _expect(self, step: Step) -> None:
         """Note which pages may be announced once the workers have stored them."""
