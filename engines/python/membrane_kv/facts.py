@@ -11,6 +11,7 @@ from .weights import weights_id
 from .wire import Descriptor, Model
 
 _MAX_FACT = 1024
+_ACCELERATORS = ("cuda", "xpu")
 
 
 class Unsupported(Exception):
@@ -121,9 +122,11 @@ def _refuse(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _packing(spec: Any, block: int, cache_dtype: str, device: str) -> str:
-    """Return how numbers are packed inside a block on this machine's CPU."""
+    """Return how numbers are packed inside a block: in plain order on accelerators."""
+    if device in _ACCELERATORS:
+        return ""
     if device != "cpu":
-        raise Unsupported(f"device {device} is not supported yet")
+        raise Unsupported(f"device {device} is not supported")
     try:
         from vllm.v1.attention.backends import cpu_attn
 
@@ -134,6 +137,25 @@ def _packing(spec: Any, block: int, cache_dtype: str, device: str) -> str:
         return str(find(spec.dtype, block, spec.head_size, cache_dtype))
     except TypeError:
         return str(find(spec.dtype, block, spec.head_size))
+
+
+def check_shape(facts: Facts, device: str, shape: tuple[int, ...]) -> None:
+    """Refuse an accelerator's KV tensor of one layer whose shape is not what its layout says.
+
+    Raises Unsupported. Each backend makes its own tensors there; a block that
+    is laid out in another way would be read as numbers of other tokens.
+    """
+    m = facts.model
+    if device == "cpu" or m.mla:
+        return
+    layout = facts.layout.removeprefix("vllm-")
+    heads = (facts.rank_heads, facts.block)
+    want = heads if layout.endswith("hnc") else heads[::-1]
+    if layout not in ("lbhnc", "lbnhc") or shape[1:] != (*want, 2 * m.head_size):
+        raise Unsupported(
+            f"its KV tensors have the shape {list(shape)} in the layout {layout},"
+            f" [blocks, {want[0]}, {want[1]}, {2 * m.head_size}] was expected"
+        )
 
 
 def read(vllm_config: Any, kv_cache_config: Any, explicit_weights_id: str) -> Facts:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -30,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from . import facts as facts_of
 from . import wire
 from .announce import Announcer
+from .device import DevicePool, TorchQueue
 from .facts import Facts, Unsupported
 from .identity import Adapters, scope
 from .jobs import LoadJob, Step
@@ -398,7 +398,9 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
             raise Unsupported(
                 f"the engine has {len(layers)} KV tensors for {len(facts.layers)} layers"
             )
-        pool = Pool([_as_bytes(kv_caches[name]) for name in layers])
+        tensors = [kv_caches[name] for name in layers]
+        facts_of.check_shape(facts, tensors[0].device.type, tuple(tensors[0].shape))
+        pool = _pool(tensors)
         if pool.block_bytes != facts.block_bytes:
             raise Unsupported(f"a block has {pool.block_bytes} bytes, not {facts.block_bytes}")
         rank = _tp_rank()
@@ -408,7 +410,7 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         shard = facts.descriptor(rank).shard
         self._loader = Loader(session, pool, shard, self._settings, self.recorder)
         if slots:
-            self._storer = Storer(session, pool, self._settings, self.recorder, self._tells)
+            self._storer = Storer(session, _pool(tensors), self._settings, self.recorder, self._tells)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's jobs; ask for inbox slots while the model computes."""
@@ -501,15 +503,19 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         self.recorder.stop()
 
 
-def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a layer's tensor [blocks, ...] as bytes [blocks, bytes of a block], not copied."""
-    if tensor.device.type != "cpu":
-        raise Unsupported(f"device {tensor.device.type} is not supported yet")
     if not tensor.is_contiguous():
         raise Unsupported("a layer's KV tensor does not lie in one piece")
-    flat: np.ndarray[Any, np.dtype[np.uint8]]
-    flat = tensor.view(torch.uint8).reshape(tensor.shape[0], -1).numpy()
-    return flat
+    return tensor.view(torch.uint8).reshape(tensor.shape[0], -1)
+
+
+def _pool(tensors: list[torch.Tensor]) -> Pool:
+    """Return a pool over the layers' tensors, in their order, for one thread."""
+    flat = [_as_bytes(t) for t in tensors]
+    if tensors[0].device.type == "cpu":
+        return Pool([f.numpy() for f in flat])
+    return DevicePool(flat, TorchQueue(tensors[0].device))
 
 
 def _tp_rank() -> int:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Loader:
         self._shard = shard
         self._verify = settings.verify == "all"
         self._recorder = recorder
-        self._jobs: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[LoadJob, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: list[tuple[LoadJob, str]] = []
         self._some = threading.Event()
@@ -66,10 +67,11 @@ class Loader:
         self._thread.start()
 
     def submit(self, job: LoadJob) -> None:
-        """Hand a job in."""
+        """Hand a job in. Its blocks may still be read by what compute was given before."""
+        event = self._pool.mark()
         with self._lock:
             self._running += 1
-        self._jobs.put(job)
+        self._jobs.put((job, event))
 
     def take(self, wait_s: float = 0.0) -> list[tuple[LoadJob, str]]:
         """Return the jobs that ended since, each with "" or why it failed.
@@ -92,9 +94,11 @@ class Loader:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (entry := self._jobs.get()) is not None:
+            job, event = entry
             began = time.perf_counter()
             try:
+                self._pool.after(event)
                 reason = self._load(job)
             except Unmapped:
                 reason = UNREACHABLE
@@ -128,8 +132,11 @@ class Loader:
                 return reason
         else:
             with up.shared.use() as shared:
-                for i, offset in enumerate(at["offset"].tolist()):
-                    self._place(job, i, shared.object(offset, size))
+                try:
+                    for i, offset in enumerate(at["offset"].tolist()):
+                        self._place(job, i, shared.object(offset, size))
+                finally:
+                    self._pool.drain()
         # A deadline ends waiting for the sidecar, never a running copy.
         deadline = job.deadline + (time.monotonic() - began if up.shared else 0.0)
         call = self._session.release(job.lease, deadline, self._verify, up.epoch)
@@ -150,7 +157,11 @@ class Loader:
                 return call.reason
             if call.result.reason:
                 return wire.reason_name(call.result.reason)
-            self._place(job, i, np.frombuffer(call.result.object, np.uint8))
+            data = np.frombuffer(call.result.object, np.uint8)
+            try:
+                self._place(job, i, data)
+            finally:
+                self._pool.drain()
         return ""
 
     def _place(self, job: LoadJob, page: int, data: Bytes) -> None:
@@ -256,6 +267,7 @@ class Storer:
             return
         began = time.perf_counter()
         try:
+            self._pool.after(self._pool.mark())
             self._finish()
         finally:
             self._recorder.add("store_us", int((time.perf_counter() - began) * 1e6))
@@ -339,8 +351,11 @@ class Storer:
         assert up.shared is not None
         size = chunk.job.blocks * self._pool.block_bytes
         with up.shared.use() as shared:
-            for page, slot in zip(take.tolist(), slots.tolist(), strict=True):
-                self._gather(chunk, page, self._pool.cut(shared.slot(slot, size)))
+            try:
+                for page, slot in zip(take.tolist(), slots.tolist(), strict=True):
+                    self._gather(chunk, page, self._pool.cut(shared.slot(slot, size)))
+            finally:
+                self._pool.drain()
 
     def _gather(self, chunk: _Chunk, page: int, out: Bytes) -> None:
         """Copy the blocks of the chunk's page into `out`, shape [blocks, layers, bytes]."""
@@ -353,7 +368,10 @@ class Storer:
         size = chunk.job.blocks * self._pool.block_bytes
         for page in range(chunk.pages):
             data = np.empty(size, np.uint8)
-            self._gather(chunk, page, self._pool.cut(data))
+            try:
+                self._gather(chunk, page, self._pool.cut(data))
+            finally:
+                self._pool.drain()
             until = time.monotonic() + _COMMIT_S
             done = _Committed(self, chunk.job, [chunk.first + page])
             self._session.write(
