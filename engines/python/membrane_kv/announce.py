@@ -79,10 +79,10 @@ class Announcer:
             for h in found.hashes:
                 self._announced[h] = None
                 self._announced.move_to_end(h)
-        if extra := len(self._announced) - _MAX_ANNOUNCED:
-            if extra > 0:
-                oldest = [self._announced.popitem(last=False)[0] for _ in range(extra)]
-                self._out.append(tuple(oldest))
+        extra = len(self._announced) - _MAX_ANNOUNCED
+        if extra > 0:
+            oldest = [self._announced.popitem(last=False)[0] for _ in range(extra)]
+            self._out.append(tuple(oldest))
 
     def connection(self, epoch: int) -> None:
         """Take back everything when this is another connection: the sidecar may be a new one."""

@@ -96,7 +96,9 @@ def _refuse(vllm_config: Any, kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(g.kv_cache_spec).__name__ for g in groups)
-        raise Unsupported(f"the model has {len(groups)} KV cache groups ({kinds}), one is supported")
+        raise Unsupported(
+            f"the model has {len(groups)} KV cache groups ({kinds}), one is supported"
+        )
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):

@@ -410,7 +410,9 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         shard = facts.descriptor(rank).shard
         self._loader = Loader(session, pool, shard, self._settings, self.recorder)
         if slots:
-            self._storer = Storer(session, _pool(tensors), self._settings, self.recorder, self._tells)
+            self._storer = Storer(
+                session, _pool(tensors), self._settings, self.recorder, self._tells
+            )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's jobs; ask for inbox slots while the model computes."""

@@ -46,7 +46,7 @@ class MembraneStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> MembraneStats:
         """Add another's counters."""

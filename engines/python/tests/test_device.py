@@ -55,6 +55,8 @@ class FakeQueue:
 class DeviceRig(Rig):
     """A worker whose memory is a device's."""
 
+    loader: Loader
+
     def __init__(self, sidecar: FakeSidecar, start: Start, **kw: object) -> None:
         super().__init__(sidecar, start, Settings(), **kw)
         self.loader.stop()

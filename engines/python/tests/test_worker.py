@@ -309,11 +309,16 @@ def test_storer_tells_which_pages_the_sidecar_holds(
     r.storer = Storer(r.session, pool(r.memory), r.settings, r.recorder, tell=True)
     r.stored(2)
     told: list[tuple[str, int]] = []
-    eventually(lambda: told.extend(r.storer.take_held()) or len(told) == 2)
+
+    def all_told(n: int) -> bool:
+        told.extend(r.storer.take_held())
+        return len(told) == n
+
+    eventually(lambda: all_told(2))
     assert sorted(told) == [("r", 0), ("r", 1)]
     r.store(3)  # two exist, one is new
     told.clear()
-    eventually(lambda: told.extend(r.storer.take_held()) or len(told) == 3)
+    eventually(lambda: all_told(3))
     assert sorted(told) == [("r", 0), ("r", 1), ("r", 2)]
     assert r.storer.take_held() == []
     assert r.recorder.count("store_us") > 0

@@ -1,4 +1,4 @@
-"""The connector under vLLM's real scheduler, MultiConnector, statistics and events, no server booted."""
+"""The connector under vLLM's own scheduler, MultiConnector, metrics and events, without a server."""
 
 from __future__ import annotations
 

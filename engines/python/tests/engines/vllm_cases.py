@@ -1,4 +1,4 @@
-"""Cases for test_vllm_classes.py, run by vLLM's interpreter: vllm_cases.py CASE MODEL SIDECAR FOLDER.
+"""Run cases of test_vllm_classes.py in vLLM's interpreter: vllm_cases.py CASE MODEL SOCKET FOLDER.
 
 They need vLLM's classes and no server.
 """
@@ -54,7 +54,7 @@ def good(request: Any) -> bool:
 
 def ran(engine: Mini, tokens: list[int], **more: Any) -> int:
     r = engine.request(tokens, **more)
-    loaded = engine.run(r)
+    loaded: int = engine.run(r)
     assert good(r), list(r.output_token_ids)
     return loaded
 
@@ -84,12 +84,12 @@ def case_multi_child() -> None:
 
 
 def no_hybrid() -> dict[str, Any]:
-    """The sibling does not support the hybrid manager, so that it has to be off."""
+    """Return what a sibling needs that does not support the hybrid manager."""
     return {"disable_hybrid_kv_cache_manager": True}
 
 
 def case_multi_child_not_chosen() -> None:
-    """A sibling loads instead, in the step itself, and fails: nothing wrong is stored."""
+    """Nothing wrong is stored when a sibling loads instead, in the step itself, and fails."""
     engine = Mini(MODEL, multi(SIBLING, membrane(SIDECAR)), **no_hybrid())
     tokens = prompt(4)
     engine.kv.fill_(-2.0)
@@ -154,12 +154,12 @@ def case_events() -> None:
         assert e.block_size == BLOCK and len(e.token_ids) == 64 and e.group_idx == 0
         assert all(h in own for h in e.block_hashes)
         assert parents[e.block_hashes[0]] == e.parent_block_hash
-    assert sum((e.token_ids for e in stored("CPU")), []) == prompt(6)[:320]
+    assert [t for e in stored("CPU") for t in e.token_ids] == prompt(6)[:320]
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.step()
     gone = [e for e in engine.events if isinstance(e, BlockRemoved) and e.medium == "CPU"]
-    assert sorted(sum((e.block_hashes for e in gone), [])) == sorted(
-        sum((e.block_hashes for e in stored("CPU")), [])
+    assert sorted(h for e in gone for h in e.block_hashes) == sorted(
+        h for e in stored("CPU") for h in e.block_hashes
     )
     engine.stop()
 

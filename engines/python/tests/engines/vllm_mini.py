@@ -31,9 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK, LAYERS, HEADS, HEAD = 32, 4, 2, 32
 NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
-SPEC = FullAttentionSpec(
-    block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32
-)
+SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32)
 
 membrane_kv.vllm._tp_rank = lambda: 0  # there is no process group
 init_none_hash(sha256)
@@ -156,12 +154,11 @@ class Mini:
     def run(self, request: Request) -> int:
         """Run a request to its end; return how many tokens of it came from outside."""
         self.scheduler.add_request(request)
-        before = self.computed = 0
+        self.computed = 0
         end = time.monotonic() + 20
         while request.request_id in self.scheduler.requests:
             assert time.monotonic() < end, "the request does not end"
             self.step()
-        del before
         return len(request.all_token_ids) - 1 - self.computed
 
     def settle(self, done: Callable[[], object]) -> None:
