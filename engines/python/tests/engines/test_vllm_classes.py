@@ -1,4 +1,4 @@
-"""The connector under vLLM's own scheduler, MultiConnector, metrics and events, without a server."""
+"""The connector under vLLM's own scheduler, MultiConnector, metrics and events; no server."""
 
 from __future__ import annotations
 
