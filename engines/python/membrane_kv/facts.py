@@ -11,6 +11,7 @@ from .weights import weights_id
 from .wire import Descriptor, Model
 
 _MAX_FACT = 1024
+_ACCELERATORS = ("cuda", "xpu")
 
 
 class Unsupported(Exception):
@@ -94,7 +95,10 @@ def _refuse(vllm_config: Any, kv_cache_config: Any) -> None:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        raise Unsupported(f"the model has {len(groups)} KV cache groups, one is supported")
+        kinds = ", ".join(type(g.kv_cache_spec).__name__ for g in groups)
+        raise Unsupported(
+            f"the model has {len(groups)} KV cache groups ({kinds}), one is supported"
+        )
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
@@ -120,9 +124,11 @@ def _refuse(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _packing(spec: Any, block: int, cache_dtype: str, device: str) -> str:
-    """Return how numbers are packed inside a block on this machine's CPU."""
+    """Return how numbers are packed inside a block: in plain order on accelerators."""
+    if device in _ACCELERATORS:
+        return ""
     if device != "cpu":
-        raise Unsupported(f"device {device} is not supported yet")
+        raise Unsupported(f"device {device} is not supported")
     try:
         from vllm.v1.attention.backends import cpu_attn
 
@@ -133,6 +139,25 @@ def _packing(spec: Any, block: int, cache_dtype: str, device: str) -> str:
         return str(find(spec.dtype, block, spec.head_size, cache_dtype))
     except TypeError:
         return str(find(spec.dtype, block, spec.head_size))
+
+
+def check_shape(facts: Facts, device: str, shape: tuple[int, ...]) -> None:
+    """Refuse an accelerator's KV tensor of one layer whose shape is not what its layout says.
+
+    Raises Unsupported. Each backend makes its own tensors there; a block that
+    is laid out in another way would be read as numbers of other tokens.
+    """
+    m = facts.model
+    if device == "cpu" or m.mla:
+        return
+    layout = facts.layout.removeprefix("vllm-")
+    heads = (facts.rank_heads, facts.block)
+    want = heads if layout.endswith("hnc") else heads[::-1]
+    if layout not in ("lbhnc", "lbnhc") or shape[1:] != (*want, 2 * m.head_size):
+        raise Unsupported(
+            f"its KV tensors have the shape {list(shape)} in the layout {layout},"
+            f" [blocks, {want[0]}, {want[1]}, {2 * m.head_size}] was expected"
+        )
 
 
 def read(vllm_config: Any, kv_cache_config: Any, explicit_weights_id: str) -> Facts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,19 @@ class Pool:
             return
         for layer, part in zip(self._layers, out, strict=True):
             part[...] = layer[block]
+
+    def mark(self) -> Any:
+        """Return what `after` needs to order copies after the engine's work so far: nothing here.
+
+        What the CPU has computed is in memory when a hook runs.
+        """
+        return None
+
+    def after(self, event: Any) -> None:
+        """Order the copies that follow after `mark`."""
+
+    def drain(self) -> None:
+        """Return once every copy has ended; `read` and `write` end before they return."""
 
     def cut(self, data: Bytes) -> Bytes:
         """Return an object as blocks: shape [blocks in it, layers, layer bytes]."""

@@ -32,6 +32,7 @@ class Recorder:
         self._role = role
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
+        self._since: dict[str, int] = {}
         self._hooks: dict[str, list[float]] = {}
         self._sums: dict[str, collections.deque[str]] = {}
         self._facts: dict[str, object] = {}
@@ -47,7 +48,16 @@ class Recorder:
         """Count."""
         with self._lock:
             self._counts[name] += n
+            self._since[name] = self._since.get(name, 0) + n
             self._changed = True
+
+    def take(self) -> dict[str, int]:
+        """Return what was counted since it was last asked."""
+        if not self._since:
+            return {}
+        with self._lock:
+            since, self._since = self._since, {}
+        return since
 
     def count(self, name: str) -> int:
         """Return a counter."""

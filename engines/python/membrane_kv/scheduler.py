@@ -19,6 +19,7 @@ from .settings import Settings
 
 _SERVER_SHARE = 0.9
 _EXTEND_S = 1.0
+_RESET_S = 1.0
 _STALE_S = 1.0
 _DROP_SLACK_S = 3.0
 _IDLE_WAIT_S = 0.001
@@ -43,16 +44,26 @@ class _Grant:
 class _Request:
     """What is known of one request of the engine.
 
-    `usable`: its KV depends on nothing but tokens and salt. `denied`: a load
-    failed, never promise again. `stored`: pages handed to the workers.
-    `sent`: tokens in the sidecar's chain, `chain`: full pages that it has
-    acknowledged.
+    `salt` and `extra` seed its chain. `reads`: pages may answer it. `denied`: a
+    load failed, never promise again. `barred`: a reset came since, store
+    nothing more. `stored`: pages handed to the workers. `sent`: tokens in the
+    sidecar's chain, `chain`: full pages that it has acknowledged.
     """
 
-    def __init__(self, request_id: str, salt: str | None, tokens: Callable[[int, int], bytes]):
+    def __init__(
+        self,
+        request_id: str,
+        salt: str | None,
+        tokens: Callable[[int, int], bytes],
+        extra: str | None,
+        reads: bool,
+    ):
         self.id = request_id
         self.salt = salt
+        self.extra = extra
+        self.reads = reads
         self.tokens = tokens
+        self.barred = False
         self.denied = False
         self.gone = False
         self.epoch = 0
@@ -70,6 +81,7 @@ class _Request:
         self.grant: _Grant | None = None
         self.local = 0
         self.loading: LoadJob | None = None
+        self.loading_epoch = 0
         self.stored = 0
         self.preemptions = 0
 
@@ -98,12 +110,22 @@ class Scheduler:
         self._late: collections.deque[tuple[_Request, int, int, int, wire.Leased]]
         self._late = collections.deque()
 
-    def add(self, request_id: str, salt: str | None, tokens: Callable[[int, int], bytes]) -> None:
-        """Take a request whose KV depends on its tokens and `salt` only.
+    def add(
+        self,
+        request_id: str,
+        salt: str | None,
+        tokens: Callable[[int, int], bytes],
+        extra: str | None = None,
+        reads: bool = True,
+    ) -> None:
+        """Take a request whose KV depends on its tokens, `salt` and `extra` only.
 
-        `tokens(a, b)` returns its tokens [a, b), prompt and output, in wire form.
+        `tokens(a, b)` returns its tokens [a, b), prompt and output, in wire
+        form. Without `reads` its pages are stored, and none are promised to it.
         """
-        self._requests[request_id] = _Request(request_id, salt, tokens)
+        self._requests[request_id] = _Request(
+            request_id, salt, tokens, extra, reads and self._loads
+        )
 
     def knows(self, request_id: str) -> bool:
         """Return whether the request was added and has not been removed."""
@@ -125,7 +147,7 @@ class Scheduler:
         compute.
         """
         r = self._requests.get(request_id)
-        if r is None or r.denied or (not self._loads and r.was_asked):
+        if r is None or r.denied or (not r.reads and r.was_asked):
             return 0
         r.local = computed
         if preemptions != r.preemptions:
@@ -142,7 +164,7 @@ class Scheduler:
                 self._ask(r, computed, num_tokens)  # for the chain alone, nobody waits for it
             return offer
         self._ask(r, computed, num_tokens)
-        return 0 if r.asking is None or not self._loads else None
+        return 0 if r.asking is None or not r.reads else None
 
     def _offer(self, r: _Request, computed: int, num_tokens: int, fresh: bool) -> int | None:
         """Return what can be promised now, or None when the sidecar should be asked."""
@@ -204,7 +226,7 @@ class Scheduler:
 
             def late(leased: wire.Leased) -> None:
                 self._session.give_back(epoch, leased.lease)
-                if r.gone:
+                if r.gone or r.barred:
                     self._session.drop(epoch, leased.handle)
                 else:
                     self._late.append((r, epoch, size, num_tokens, leased))
@@ -218,8 +240,9 @@ class Scheduler:
                 computed,
                 self._settings.lease_ms,
                 r.salt,
-                0 if self._loads else wire.MATCH_PRESENCE,
+                0 if r.reads else wire.MATCH_PRESENCE,
                 late,
+                r.extra,
             )
         self._asking[r.id] = r
 
@@ -282,8 +305,8 @@ class Scheduler:
             return
         job = self._load_job(r, request_id, external, block_ids)
         self._jobs.append(job)
-        if r is not None:
-            r.loading, r.grant = job, None
+        if r is not None and r.grant is not None:
+            r.loading, r.loading_epoch, r.grant = job, r.grant.epoch, None
 
     def fail(self, request_id: str, reason: str) -> None:
         """Let the workers report a load that could not even begin."""
@@ -402,7 +425,7 @@ class Scheduler:
         """Keep the chains of matches that were answered after their deadline."""
         while self._late:
             r, epoch, page_tokens, sent, leased = self._late.popleft()
-            if r.gone or r.handle or r.asking is not None:
+            if r.gone or r.barred or r.handle or r.asking is not None:
                 self._session.drop(epoch, leased.handle)
             elif self._alive(epoch):
                 self._adopt(r, epoch, page_tokens, sent, leased)
@@ -415,7 +438,7 @@ class Scheduler:
                 r.denied = True
                 if r.loading is not None and r.loading.lease:
                     # Ranks that failed early have not released it.
-                    self._session.give_back(r.epoch, r.loading.lease)
+                    self._session.give_back(r.loading_epoch, r.loading.lease)
         for request_id in finished:
             r = self._requests.get(request_id)
             if r is not None:
@@ -447,15 +470,24 @@ class Scheduler:
             self._session.drop(r.epoch, r.handle, wait)
 
     def reset(self) -> bool:
-        """Drop the namespace's pages in the sidecar and every promise; return whether it is up."""
+        """Drop the namespace's pages in the sidecar; return whether it has said so.
+
+        A barrier: nothing that was computed, leased or promised before is
+        stored or loaded after. Loads under way fail, since their leases are
+        gone, and chains of requests that run or have ended name no pages any
+        more. Waits for the sidecar, a second at most.
+        """
         for r in self._requests.values():
             if r.asking is not None:
                 r.asking.fail("reset")
+                r.asking = None
             self._give_back(r)
-            r.denied, r.handle = True, 0
+            if r.loading is not None and r.loading.lease:
+                self._session.give_back(r.loading_epoch, r.loading.lease)
+            if r.handle:
+                self._session.drop(r.epoch, r.handle)
+            r.denied, r.barred, r.handle = True, True, 0
         self._asking.clear()
-        up = self._session.up
-        if up is None:
-            return False
-        self._session.reset(time.monotonic() + _EXTEND_S)
-        return True
+        self._take_late()
+        self._session.drop_now()
+        return self._session.reset(time.monotonic() + _RESET_S).wait()

@@ -13,6 +13,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import math
 import os
 import random
 import select
@@ -272,13 +273,14 @@ class Session:
         salt: str | None = None,
         flags: int = 0,
         late: Callable[[wire.Leased], None] | None = None,
+        extra: str | None = None,
     ) -> Call[wire.Leased]:
         """See Client.match. The sidecar is told `server_deadline`, before the caller's own.
 
         `late` gets an answer that came after the deadline, and must give its
         lease and handle back.
         """
-        body = wire.pack_match(held, left_us(server_deadline), lease_ms, ids, None, salt, flags)
+        body = wire.pack_match(held, left_us(server_deadline), lease_ms, ids, extra, salt, flags)
         return self.submit(Type.MATCH, body, wire.parse_leased, deadline, None, late, epoch)
 
     def match_hashes(
@@ -396,6 +398,19 @@ class Session:
             due = time.monotonic() + after_s
             heapq.heappush(self._later, (due, next(self._order), epoch, handle))
         self._ring()
+
+    def drop_now(self) -> None:
+        """Forget every chain that was to be forgotten in a while, before what is sent next."""
+        with self._lock:
+            self._send_drops(math.inf)
+        self._ring()
+
+    def _send_drops(self, until: float) -> None:
+        """Queue the drops that are due. The lock is held."""
+        while self._later and self._later[0][0] <= until:
+            _, _, _, handle = heapq.heappop(self._later)
+            call: Call[bytes] = Call(time.monotonic() + _CONNECT_S)
+            self._queue.append((Type.DROP, wire.pack_handle(handle), bytes, call))
 
     def give_back(self, epoch: int, lease: int) -> None:
         """Release a lease that nobody will read, without waiting for the answer."""
@@ -531,10 +546,7 @@ class Session:
         """Turn what was submitted into frames; return seconds until the next thing is due."""
         now = time.monotonic()
         with self._lock:
-            while self._later and self._later[0][0] <= now:
-                _, _, _, handle = heapq.heappop(self._later)
-                dropped: Call[bytes] = Call(now + _CONNECT_S)
-                self._queue.append((Type.DROP, wire.pack_handle(handle), bytes, dropped))
+            self._send_drops(now)
             while self._queue:
                 kind, body, parse, call = self._queue.popleft()
                 self._queued_bytes = max(self._queued_bytes - len(body), 0)

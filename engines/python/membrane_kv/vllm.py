@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -28,13 +28,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from . import facts as facts_of
 from . import wire
+from .announce import Announcer
+from .device import DevicePool, TorchQueue
 from .facts import Facts, Unsupported
+from .identity import Adapters, scope
 from .jobs import LoadJob, Step
 from .pool import Pool
 from .record import Recorder, hook
 from .scheduler import Scheduler
 from .session import Session
 from .settings import Settings
+from .vllm_events import StoredPages, as_events
+from .vllm_stats import MembraneMetrics, MembraneStats
 from .worker import Loader, Storer
 
 try:
@@ -109,6 +114,10 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         self._storer: Storer | None = None
         self._requests: dict[str, Any] = {}
         self._blocks = _Blocks()
+        self._adapters = Adapters()
+        self._announcer: Announcer | None = None
+        events = getattr(vllm_config, "kv_events_config", None)
+        self._tells = bool(getattr(events, "enable_kv_cache_events", False))
         self._asked_at: dict[str, float] = {}
         self._unreported: list[str] = []
         self._lost_blocks: set[int] = set()
@@ -151,6 +160,9 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
             loads=config.is_kv_consumer,
             stores=config.is_kv_producer,
         )
+        hash_block = int(getattr(self._kv_cache_config, "hash_block_size", 0) or facts.block)
+        if self._tells:
+            self._announcer = Announcer(facts.tp_size, hash_block, facts.block)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -169,16 +181,18 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         if s is None or s.knows(request.request_id) or request.request_id in self._requests:
             return
         self._requests[request.request_id] = request
-        plain = (
-            request.prompt_token_ids is not None
-            and getattr(request, "prompt_embeds", None) is None
-            and not getattr(request, "mm_features", None)
-            and not getattr(request, "skip_reading_prefix_cache", False)
-            and request.lora_request is None
+        found = scope(request, self._adapters)
+        if isinstance(found, str):
+            self.recorder.add("passed_by_" + found)
+            return
+        ids = request.all_token_ids
+        s.add(
+            request.request_id,
+            found.salt,
+            lambda a, b: wire.tokens(ids[a:b]),
+            found.extra,
+            found.reads,
         )
-        if plain:
-            ids = request.all_token_ids
-            s.add(request.request_id, request.cache_salt, lambda a, b: wire.tokens(ids[a:b]))
 
     def _no_promise(self, request: Any, *_: Any) -> tuple[int, bool]:
         if self._scheduler is not None:
@@ -245,19 +259,43 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         cached = out.scheduled_cached_reqs
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         idle = not out.total_num_scheduled_tokens
+        unsure = self._loaded_by_others(out)
         step = s.step(
             [
                 (i, before[i] + n, len(self._requests[i].all_token_ids))
                 for i, n in out.num_scheduled_tokens.items()
-                if i in before and i in self._requests
+                if i in before and i in self._requests and i not in unsure
             ],
             blocks,
             idle,
         )
         step.loads = s.loads()
+        self._expect(step)
         if idle and not step.loads:
             s.wait_for_answer()
         return StepMetadata(step)
+
+    @staticmethod
+    def _loaded_by_others(out: SchedulerOutput) -> set[str]:
+        """Return requests whose KV another connector may load in this very step.
+
+        This one never does. Should that load fail, then what the step computes
+        is wrong: it is stored with the next step, which knows.
+        """
+        if not getattr(out, "has_sync_kv_loads", False):
+            return set()
+        resumed = getattr(out.scheduled_cached_reqs, "resumed_req_ids", ())
+        return {*resumed, *(new.req_id for new in out.scheduled_new_reqs)}
+
+    def _expect(self, step: Step) -> None:
+        """Note which pages may be announced once the workers have stored them."""
+        if self._announcer is None or self._session is None:
+            return
+        if (up := self._session.up) is not None:
+            self._announcer.connection(up.epoch)
+        for job in step.stores:
+            r = self._requests[job.request]
+            self._announcer.expect(job, r.block_hashes, r.all_token_ids, r)
 
     @hook(lambda *_: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -270,6 +308,16 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
             s.lost_blocks(lost)
         failed = getattr(connector_output, "failed_recving", None) or ()
         s.loaded(connector_output.finished_recving or (), failed)
+        meta = getattr(connector_output, "kv_connector_worker_meta", None)
+        if self._announcer is not None and isinstance(meta, StoredPages):
+            self._announcer.held(meta.pages)
+
+    @hook(lambda *_: ())
+    def take_events(self) -> Iterable[Any]:
+        """Return BlockStored and BlockRemoved events of the sidecar's memory, medium CPU."""
+        if self._announcer is None:
+            return ()
+        return as_events(self._announcer.take(), self._announcer.hash_tokens)
 
     def _nothing_kept(self, *_: Any) -> tuple[bool, None]:
         return False, None
@@ -298,8 +346,36 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda *_: False)
     def reset_cache(self) -> bool | None:
-        """Drop this namespace's pages in the sidecar; peers keep theirs."""
-        return self._scheduler.reset() if self._scheduler is not None else None
+        """Drop this namespace's pages in the sidecar, see Scheduler.reset; peers keep theirs."""
+        if self._scheduler is None:
+            return None
+        if self._announcer is not None:
+            self._announcer.forget()
+        return self._scheduler.reset()
+
+    # Both sides.
+
+    @hook(lambda *_: None)
+    def get_kv_connector_stats(self) -> MembraneStats | None:
+        """Return what was counted since the last step, or None."""
+        counted = self.recorder.take()
+        return MembraneStats(data=dict(counted)) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MembraneStats:
+        """Return stats that came from another process as a dict."""
+        return MembraneStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MembraneMetrics:
+        """Return the Prometheus counters of this connector."""
+        return MembraneMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The workers' side.
 
@@ -322,7 +398,9 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
             raise Unsupported(
                 f"the engine has {len(layers)} KV tensors for {len(facts.layers)} layers"
             )
-        pool = Pool([_as_bytes(kv_caches[name]) for name in layers])
+        tensors = [kv_caches[name] for name in layers]
+        facts_of.check_shape(facts, tensors[0].device.type, tuple(tensors[0].shape))
+        pool = _pool(tensors)
         if pool.block_bytes != facts.block_bytes:
             raise Unsupported(f"a block has {pool.block_bytes} bytes, not {facts.block_bytes}")
         rank = _tp_rank()
@@ -332,7 +410,9 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         shard = facts.descriptor(rank).shard
         self._loader = Loader(session, pool, shard, self._settings, self.recorder)
         if slots:
-            self._storer = Storer(session, pool, self._settings, self.recorder)
+            self._storer = Storer(
+                session, _pool(tensors), self._settings, self.recorder, self._tells
+            )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's jobs; ask for inbox slots while the model computes."""
@@ -410,6 +490,12 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         return lost
 
     @hook(lambda *_: None)
+    def build_connector_worker_meta(self) -> StoredPages | None:
+        """Tell the scheduler's side what this rank has stored, when vLLM publishes events."""
+        held = self._storer.take_held() if self._storer is not None else []
+        return StoredPages(dict.fromkeys(held, 1)) if held else None
+
+    @hook(lambda *_: None)
     def shutdown(self) -> None:
         """End threads and connection."""
         began = time.monotonic()
@@ -419,18 +505,26 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         self.recorder.stop()
 
 
-def _as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a layer's tensor [blocks, ...] as bytes [blocks, bytes of a block], not copied."""
-    if tensor.device.type != "cpu":
-        raise Unsupported(f"device {tensor.device.type} is not supported yet")
     if not tensor.is_contiguous():
         raise Unsupported("a layer's KV tensor does not lie in one piece")
-    flat: np.ndarray[Any, np.dtype[np.uint8]]
-    flat = tensor.view(torch.uint8).reshape(tensor.shape[0], -1).numpy()
-    return flat
+    return tensor.view(torch.uint8).reshape(tensor.shape[0], -1)
+
+
+def _pool(tensors: list[torch.Tensor]) -> Pool:
+    """Return a pool over the layers' tensors, in their order, for one thread."""
+    flat = [_as_bytes(t) for t in tensors]
+    if tensors[0].device.type == "cpu":
+        return Pool([f.numpy() for f in flat])
+    return DevicePool(flat, TorchQueue(tensors[0].device))
 
 
 def _tp_rank() -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
+
+
+# A parent connector rebuilds its children's stats by their registered names.
+register()

@@ -49,13 +49,13 @@ def _hub_commit(name: str, revision: str | None) -> str | None:
     return None
 
 
-def digest(folder: Path) -> str | None:
+def digest(folder: Path, about: str = "config.json") -> str | None:
     """Return "sha256:" and the digest over a checkpoint's files, or None without weights.
 
-    Reads config.json, and of every weights file the header and 64 samples of
+    Reads `about`, and of every weights file the header and 64 samples of
     4 KiB, so that a file of any size takes milliseconds.
     """
-    config = folder / "config.json"
+    config = folder / about
     weights = [p for p in folder.iterdir() if p.name.endswith(".safetensors") and p.is_file()]
     if not weights or not config.is_file():
         return None
@@ -69,6 +69,21 @@ def digest(folder: Path) -> str | None:
         elif not _sample(path, size, h):
             return None
     return "sha256:" + h.hexdigest()
+
+
+def adapter_id(path: str) -> str | None:
+    """Return the id of a LoRA adapter (a folder, or a hub name), or None when none can be had.
+
+    The commit of its hub snapshot, else a digest as `digest` makes it over
+    adapter_config.json and the safetensors files.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return _hub_commit(path, None)
+    for at in (folder.absolute(), folder.resolve()):
+        if at.parent.name == "snapshots" and _COMMIT.fullmatch(at.name):
+            return at.name
+    return digest(folder, "adapter_config.json")
 
 
 def _sample(path: Path, size: int, h: hashlib._Hash) -> bool:

@@ -11,7 +11,9 @@ import collections
 import queue
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +58,7 @@ class Loader:
         self._shard = shard
         self._verify = settings.verify == "all"
         self._recorder = recorder
-        self._jobs: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[LoadJob, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: list[tuple[LoadJob, str]] = []
         self._some = threading.Event()
@@ -65,10 +67,11 @@ class Loader:
         self._thread.start()
 
     def submit(self, job: LoadJob) -> None:
-        """Hand a job in."""
+        """Hand a job in. Its blocks may still be read by what compute was given before."""
+        event = self._pool.mark()
         with self._lock:
             self._running += 1
-        self._jobs.put(job)
+        self._jobs.put((job, event))
 
     def take(self, wait_s: float = 0.0) -> list[tuple[LoadJob, str]]:
         """Return the jobs that ended since, each with "" or why it failed.
@@ -91,9 +94,11 @@ class Loader:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (entry := self._jobs.get()) is not None:
+            job, event = entry
             began = time.perf_counter()
             try:
+                self._pool.after(event)
                 reason = self._load(job)
             except Unmapped:
                 reason = UNREACHABLE
@@ -127,8 +132,11 @@ class Loader:
                 return reason
         else:
             with up.shared.use() as shared:
-                for i, offset in enumerate(at["offset"].tolist()):
-                    self._place(job, i, shared.object(offset, size))
+                try:
+                    for i, offset in enumerate(at["offset"].tolist()):
+                        self._place(job, i, shared.object(offset, size))
+                finally:
+                    self._pool.drain()
         # A deadline ends waiting for the sidecar, never a running copy.
         deadline = job.deadline + (time.monotonic() - began if up.shared else 0.0)
         call = self._session.release(job.lease, deadline, self._verify, up.epoch)
@@ -149,7 +157,11 @@ class Loader:
                 return call.reason
             if call.result.reason:
                 return wire.reason_name(call.result.reason)
-            self._place(job, i, np.frombuffer(call.result.object, np.uint8))
+            data = np.frombuffer(call.result.object, np.uint8)
+            try:
+                self._place(job, i, data)
+            finally:
+                self._pool.drain()
         return ""
 
     def _place(self, job: LoadJob, page: int, data: Bytes) -> None:
@@ -195,16 +207,24 @@ class Storer:
     `begin` asks for slots before the step computes, `finish` copies and commits
     after it, and waits for the sidecar no longer than the store deadline; what
     has not been handed over by then is counted and not stored. When `finish`
-    returns nothing reads the engine's blocks any more.
+    returns nothing reads the engine's blocks any more. With `tell`, `take_held`
+    returns which pages the sidecar has acknowledged since.
     """
 
     def __init__(
-        self, session: Session, pool: Pool, settings: Settings, recorder: Recorder
+        self,
+        session: Session,
+        pool: Pool,
+        settings: Settings,
+        recorder: Recorder,
+        tell: bool = False,
     ) -> None:
         self._session = session
         self._pool = pool
         self._deadline_s = settings.store_deadline_ms / 1e3
         self._recorder = recorder
+        self._held: collections.deque[tuple[str, int]] | None
+        self._held = collections.deque() if tell else None
         self._todo: collections.deque[_Chunk] = collections.deque()
         self._asked: collections.deque[_Chunk] = collections.deque()
         self._credits = 0
@@ -243,6 +263,27 @@ class Storer:
 
     def finish(self) -> None:
         """Copy and commit what `begin` took. Waits until the store deadline at most."""
+        if not (self._todo or self._asked):
+            return
+        began = time.perf_counter()
+        try:
+            self._pool.after(self._pool.mark())
+            self._finish()
+        finally:
+            self._recorder.add("store_us", int((time.perf_counter() - began) * 1e6))
+
+    def take_held(self) -> list[tuple[str, int]]:
+        """Return request and number of the pages that the sidecar holds now, each once."""
+        found = []
+        while self._held:
+            found.append(self._held.popleft())
+        return found
+
+    def _tell(self, job: StoreJob, pages: Iterable[int]) -> None:
+        if self._held is not None:
+            self._held.extend((job.request, page) for page in pages)
+
+    def _finish(self) -> None:
         deadline = time.monotonic() + self._deadline_s
         while self._todo or self._asked:
             up = self._session.up
@@ -286,7 +327,9 @@ class Storer:
             raise ValueError(f"{len(granted)} reservations for {chunk.pages} pages")
         for reason in granted["reason"][granted["status"] == wire.Store.REFUSED].tolist():
             self._drop(1, wire.reason_name(reason))
-        self._recorder.add("stores_existing", int((granted["status"] == wire.Store.EXISTS).sum()))
+        exist = np.flatnonzero(granted["status"] == wire.Store.EXISTS)
+        self._recorder.add("stores_existing", len(exist))
+        self._tell(chunk.job, (exist + chunk.first).tolist())
         take = np.flatnonzero(granted["status"] == wire.Store.SLOT)
         if not len(take):
             return
@@ -301,15 +344,18 @@ class Storer:
             take + chunk.first,
             granted["slot"][take],
             time.monotonic() + _COMMIT_S,
-            _Committed(self._recorder, len(take)),
+            _Committed(self, chunk.job, (take + chunk.first).tolist()),
         )
 
     def _copy(self, chunk: _Chunk, up: Up, take: np.ndarray, slots: np.ndarray) -> None:
         assert up.shared is not None
         size = chunk.job.blocks * self._pool.block_bytes
         with up.shared.use() as shared:
-            for page, slot in zip(take.tolist(), slots.tolist(), strict=True):
-                self._gather(chunk, page, self._pool.cut(shared.slot(slot, size)))
+            try:
+                for page, slot in zip(take.tolist(), slots.tolist(), strict=True):
+                    self._gather(chunk, page, self._pool.cut(shared.slot(slot, size)))
+            finally:
+                self._pool.drain()
 
     def _gather(self, chunk: _Chunk, page: int, out: Bytes) -> None:
         """Copy the blocks of the chunk's page into `out`, shape [blocks, layers, bytes]."""
@@ -322,9 +368,12 @@ class Storer:
         size = chunk.job.blocks * self._pool.block_bytes
         for page in range(chunk.pages):
             data = np.empty(size, np.uint8)
-            self._gather(chunk, page, self._pool.cut(data))
+            try:
+                self._gather(chunk, page, self._pool.cut(data))
+            finally:
+                self._pool.drain()
             until = time.monotonic() + _COMMIT_S
-            done = _Committed(self._recorder, 1)
+            done = _Committed(self, chunk.job, [chunk.first + page])
             self._session.write(
                 epoch, chunk.job.handle, chunk.first + page, data.tobytes(), until, done
             )
@@ -347,21 +396,25 @@ class Storer:
 class _Committed:
     """Counts the answer to a commit or write of some pages."""
 
-    def __init__(self, recorder: Recorder, pages: int) -> None:
-        self._recorder = recorder
+    def __init__(self, storer: Storer, job: StoreJob, pages: list[int]) -> None:
+        self._storer = storer
+        self._job = job
         self._pages = pages
 
     def __call__(self, call: Call[wire.Records]) -> None:
-        r = self._recorder
+        r = self._storer._recorder
         if not call.ok or call.result is None:
-            r.add("dropped_stores", self._pages)
-            r.add("dropped_stores_" + call.reason, self._pages)
+            r.add("dropped_stores", len(self._pages))
+            r.add("dropped_stores_" + call.reason, len(self._pages))
             return
         done = call.result
         stored = done["status"] == wire.Store.STORED
+        exist = done["status"] == wire.Store.EXISTS
         r.add("stored_pages", int(stored.sum()))
-        r.add("stores_existing", int((done["status"] == wire.Store.EXISTS).sum()))
+        r.add("stores_existing", int(exist.sum()))
         r.sums("stored", done["sum"][stored])
+        held = np.flatnonzero(stored | exist).tolist()
+        self._storer._tell(self._job, (self._pages[i] for i in held))
         for reason in done["reason"][done["status"] == wire.Store.REFUSED].tolist():
             r.add("dropped_stores")
             r.add("dropped_stores_" + wire.reason_name(reason))

@@ -328,7 +328,8 @@ class _Connection:
             at += 0 if n == 0xFFFF else n
         (n,) = struct.unpack_from("<I", body, at)
         assert len(body) == at + 4 + 4 * n
-        chain = Chain(sc.page_tokens, texts[1])
+        seeds = [t for t in texts if t is not None]
+        chain = Chain(sc.page_tokens, b"\0".join(seeds) if seeds else None)
         chain.append(body[at + 4 :])
         handle = sc.number()
         sc.chains[handle] = chain

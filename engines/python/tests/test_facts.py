@@ -123,3 +123,14 @@ def test_recorder_writes_about_once_a_second(tmp_path: Path) -> None:
     r.add("loads")
     eventually(lambda: any(p.suffix == ".json" for p in tmp_path.iterdir()), timeout=3)
     r.stop()
+
+
+def test_recorder_gives_what_was_counted_since() -> None:
+    r = Recorder("", "worker")
+    assert r.take() == {}
+    r.add("loads")
+    r.add("loads", 2)
+    assert r.take() == {"loads": 3}
+    assert r.take() == {}
+    r.add("loads")
+    assert r.take() == {"loads": 1} and r.count("loads") == 4

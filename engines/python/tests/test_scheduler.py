@@ -381,6 +381,93 @@ def test_reset_drops_pages_and_promises(rig: Rig) -> None:
     rig.add("a", 200)
     assert rig.match("a") == 192
     assert rig.s.reset()
-    rig.answered()
-    assert not rig.sidecar.pages and not rig.sidecar.leases
+    assert not rig.sidecar.pages and not rig.sidecar.leases and not rig.sidecar.chains
     assert rig.match("a") == 0
+
+
+def test_nothing_computed_before_a_reset_is_stored_after(rig: Rig) -> None:
+    for name in ("runs", "ended"):
+        rig.add(name, 200)
+        assert rig.match(name) == 0
+    (job,) = rig.step("runs", 64).stores
+    rig.s.remove("ended")  # its chain stays for a while, for commits under way
+    rig.answered()
+    assert len(rig.sidecar.chains) == 2
+    assert rig.s.reset()
+    assert not rig.sidecar.chains
+    assert not rig.step("runs", 200).stores
+    up = rig.worker.up
+    assert up is not None
+    late = rig.worker.write(up.epoch, job.handle, 0, bytes(PER * BLOCK_BYTES), soon())
+    assert not late.wait()
+    assert not rig.sidecar.pages
+
+
+def test_match_that_a_reset_overtakes_brings_no_chain(rig: Rig) -> None:
+    rig.fill(3)
+    rig.add("a", 200)
+    rig.sidecar.delay[Type.MATCH] = 0.05
+    assert rig.s.match("a", 0, 200, 0) is None
+    assert rig.s.reset()
+    assert rig.match("a") == 0
+    rig.answered()
+    assert not rig.step("a", 200).stores
+    rig.answered()
+    assert not rig.sidecar.leases and not rig.sidecar.chains
+
+
+def test_load_that_a_reset_overtakes_fails(rig: Rig) -> None:
+    rig.fill(3)
+    rig.add("a", 200)
+    assert rig.match("a") == 192
+    rig.s.allocated("a", 192, list(range(1, 8)))
+    (job,) = rig.s.loads()
+    assert rig.s.reset()
+    call = rig.worker.release(job.lease, soon())
+    assert not call.wait() and call.reason == "unknown_lease"
+    rig.s.loaded({"a"}, {"a"})
+    rig.s.remove("a")
+
+
+def test_requests_after_a_reset_store_and_load(rig: Rig) -> None:
+    rig.fill(3)
+    assert rig.s.reset()
+    rig.add("b", 200)
+    assert rig.match("b") == 0
+    assert rig.step("b", 200).stores
+    rig.fill(3)
+    rig.add("c", 200)
+    assert rig.match("c") == 192
+
+
+def test_reset_that_nobody_confirms_says_so(
+    sidecar: FakeSidecar, sessions: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("membrane_kv.scheduler._RESET_S", 0.05)
+    rig = Rig(sidecar, sessions)
+    sidecar.silent.add(Type.RESET)
+    assert not rig.s.reset()
+    sidecar.close()
+    eventually(lambda: rig.session.up is None)
+    assert not rig.s.reset()
+
+
+def test_extra_keys_do_not_share(rig: Rig) -> None:
+    rig.fill(3)
+    rig.ids["a"] = list(range(200))
+    rig.s.add("a", None, lambda a, b: wire.tokens(rig.ids["a"][a:b]), "lora=1")
+    assert rig.match("a") == 0
+
+
+def test_request_that_may_not_read_stores(rig: Rig) -> None:
+    """Such as one that wants the log-probabilities of its prompt."""
+    rig.fill(3)
+    rig.ids["a"] = list(range(200))
+    rig.s.add("a", None, lambda a, b: wire.tokens(rig.ids["a"][a:b]), reads=False)
+    assert rig.s.match("a", 0, 200, 0) == 0
+    assert rig.s.match("a", 0, 200, 0) == 0
+    rig.answered()
+    assert rig.step("a", 200).stores
+    assert rig.s.match("a", 0, 200, 1) == 0
+    rig.answered()
+    assert not rig.sidecar.leases

@@ -299,3 +299,37 @@ def test_pool_refuses_layers_that_differ() -> None:
         Pool([memory()[0], memory()[0][:10]])
     with pytest.raises(ValueError, match="one piece"):
         Pool([memory()[0][:, ::2]])
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_storer_tells_which_pages_the_sidecar_holds(
+    sidecar: FakeSidecar, sessions: Start, inline: bool
+) -> None:
+    r = Rig(sidecar, sessions, Settings(), **({"slots": 0} if inline else {}))
+    r.storer = Storer(r.session, pool(r.memory), r.settings, r.recorder, tell=True)
+    r.stored(2)
+    told: list[tuple[str, int]] = []
+
+    def all_told(n: int) -> bool:
+        told.extend(r.storer.take_held())
+        return len(told) == n
+
+    eventually(lambda: all_told(2))
+    assert sorted(told) == [("r", 0), ("r", 1)]
+    r.store(3)  # two exist, one is new
+    told.clear()
+    eventually(lambda: all_told(3))
+    assert sorted(told) == [("r", 0), ("r", 1), ("r", 2)]
+    assert r.storer.take_held() == []
+    assert r.recorder.count("store_us") > 0
+    r.loader.stop()
+
+
+def test_storer_tells_nothing_of_refused_pages_or_unasked(rig: Rig) -> None:
+    rig.stored(2)
+    assert rig.storer.take_held() == []
+    rig.storer = Storer(rig.session, pool(rig.memory), rig.settings, rig.recorder, tell=True)
+    rig.sidecar.refuse = Reason.TOO_LARGE
+    rig.store(4, begin=2)
+    eventually(lambda: rig.recorder.count("dropped_stores") == 4)
+    assert rig.storer.take_held() == []
