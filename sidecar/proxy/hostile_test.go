@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -71,5 +72,124 @@ func TestNoSpellingOfARouteNeedsLessThanAdmin(t *testing.T) {
 		}
 	}
 	assert.Empty(t, r.engine.got())
+	r.idle()
+}
+
+// script answers each connection with what the function writes for each request.
+func scripted(t *testing.T, serve func(c net.Conn, connection, request int, body string)) (url string) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	go func() {
+		for n := 0; ; n++ {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer func() { _ = c.Close() }()
+				in := bufio.NewReader(c)
+				for i := 0; ; i++ {
+					req, err := http.ReadRequest(in)
+					if err != nil {
+						return
+					}
+					b, _ := io.ReadAll(req.Body)
+					serve(c, n, i, string(b))
+				}
+			}()
+		}
+	}()
+	return "http://" + l.Addr().String()
+}
+
+func says(c net.Conn, text string) { _, _ = io.WriteString(c, text) }
+
+// What an engine says beyond its answer must never be the answer to somebody
+// else's request.
+func TestNoAnswerIsThatOfAnotherRequest(t *testing.T) {
+	t.Parallel()
+	const secret = "HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret"
+	for name, first := range map[string]string{
+		"a second answer":       "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok" + secret,
+		"after chunks":          "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n" + secret,
+		"after trailers":        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: X\r\n\r\n2\r\nok\r\n0\r\nX: 1\r\n\r\n" + secret,
+		"a body behind 204":     "HTTP/1.1 204 No Content\r\nContent-Length: 69\r\n\r\n" + secret,
+		"a body behind 304":     "HTTP/1.1 304 Not Modified\r\n\r\n" + secret,
+		"another protocol":      "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n" + secret,
+		"lengths that differ":   "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 50\r\n\r\nok" + secret,
+		"a length and chunks":   "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n" + secret,
+		"HTTP/1.0 and a length": "HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\nok" + secret,
+		"hints":                 "HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok" + secret,
+		"no length":             "HTTP/1.1 200 OK\r\n\r\nok",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, func(cfg *Config) {
+				cfg.Engine = scripted(t, func(c net.Conn, _, _ int, body string) {
+					if strings.Contains(body, "first") {
+						says(c, first)
+						if strings.Contains(first, "200 OK\r\n\r\nok") {
+							_ = c.Close()
+						}
+						return
+					}
+					says(c, "HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nright")
+				})
+			})
+			got := r.send(post(completionsPath, `{"prompt":"first"}`))
+			t.Log(got)
+			r.idle()
+			for range 3 {
+				got := r.do("POST", completionsPath, `{"prompt":"second"}`)
+				assert.Equal(t, 200, got.status)
+				assert.Equal(t, "right", got.body)
+				r.idle()
+			}
+		})
+	}
+}
+
+// A request of which the engine has answered a part is not sent again.
+func TestARequestIsNotSentTwiceOnceItWasAnswered(t *testing.T) {
+	t.Parallel()
+	for _, part := range []string{"H", "HTTP/1.1 200 OK\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r", "HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1"} {
+		var mu sync.Mutex
+		sent := 0
+		r := newRig(t, func(cfg *Config) {
+			cfg.Engine = scripted(t, func(c net.Conn, _, _ int, body string) {
+				if !strings.Contains(body, "second") {
+					says(c, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+					return
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				sent++
+				says(c, part)
+				_ = c.Close()
+			})
+		})
+		require.Equal(t, 200, r.do("POST", completionsPath, `{"prompt":"first"}`).status)
+		r.idle()
+		assert.Equal(t, 502, r.do("POST", completionsPath, `{"prompt":"second"}`).status)
+		r.idle()
+		mu.Lock()
+		assert.Equal(t, 1, sent, "%q", part)
+		mu.Unlock()
+	}
+}
+
+func TestAnAnswersHeadMayBeAsLongAsARequests(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	r.engine.answers(func(w http.ResponseWriter, req *http.Request, _ []byte) { // as vLLM does if asked to
+		w.Header().Set("X-Request-Id", req.Header.Get("X-Request-Id"))
+		_, _ = io.WriteString(w, "{}")
+	})
+	id := strings.Repeat("i", MaxHeaders-1024)
+	got := r.do("POST", completionsPath, `{"prompt":"x"}`, "X-Request-Id", id)
+	assert.Equal(t, 200, got.status)
+	assert.Equal(t, id, got.header.Get("X-Request-Id"))
 	r.idle()
 }
