@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"bufio"
+	"context"
 	"fmt"
 	"io"
 	"net"
@@ -9,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -192,4 +194,81 @@ func TestAnAnswersHeadMayBeAsLongAsARequests(t *testing.T) {
 	assert.Equal(t, 200, got.status)
 	assert.Equal(t, id, got.header.Get("X-Request-Id"))
 	r.idle()
+}
+
+// However a client frames its body, the engine sees no request inside it.
+func TestNoRequestIsSmuggledInABody(t *testing.T) {
+	t.Parallel()
+	const inner = "GET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n"
+	chunk := fmt.Sprintf("%x\r\n%s\r\n0\r\n\r\n", len(inner), inner)
+	for _, path := range []string{"/v1/embeddings", completionsPath} {
+		for _, head := range []string{
+			"Content-Length: 5\r\nTransfer-Encoding: chunked", "Transfer-Encoding: chunked\r\nContent-Length: 5", "Content-Length: 5\r\nContent-Length: 500", "Content-Length: 500\r\nContent-Length: 5",
+			"Transfer-Encoding: xchunked", "Transfer-Encoding: chunked, identity", "Transfer-Encoding: identity", "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
+			"Transfer-Encoding : chunked", "Transfer-Encoding\t: chunked", "Transfer-Encoding:\x0bchunked", "Transfer-Encoding: \"chunked\"", " Transfer-Encoding: chunked", "X: y\n Transfer-Encoding: chunked",
+			"X: y\r\n\tContent-Length: 5", "Content-Length: +5", "Content-Length: 5, 5", "Content-Length: -1", "Content-Length: 0x5", "Content-Length: 5\r\nConnection: Content-Length", "Content-Length:",
+			"Transfer-Encoding: chunked\r\nConnection: Transfer-Encoding", "Content-Length: 99999999999999999999", "Content_Length: 5", "X: a\rTransfer-Encoding: chunked", "X: a\nTransfer-Encoding: chunked",
+			"Content-Length: 0\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue", "Content-Length : 5", "Content-Length\x00: 5", "Content-Length: 5\r\nUpgrade: h2c\r\nConnection: upgrade, HTTP2-Settings", "X: y",
+		} {
+			for _, body := range []string{chunk, inner + inner, "0\r\n\r\n" + inner, "5;ext=\"\r\n\"\r\n{....\r\n0\r\nContent-Length: 3\r\n\r\n" + inner, "ffffffffffffffff1\r\n" + inner, "0x5\r\n" + inner, "-5\r\n" + inner, "5 \r\n" + inner} {
+				var mu sync.Mutex
+				var bad []string
+				r := newRig(t, func(cfg *Config) {
+					cfg.Engine = scriptedRequests(t, func(req *http.Request) {
+						mu.Lock()
+						defer mu.Unlock()
+						if req.URL.Path != path {
+							bad = append(bad, req.URL.Path)
+						}
+					})
+				})
+				r.raw("POST " + path + " HTTP/1.1\r\nConnection: close\r\nHost: h\r\nA: b\r\n" + head + "\r\n\r\n" + body)
+				r.idle()
+				mu.Lock()
+				assert.Empty(t, bad, "%q %q", head, body)
+				mu.Unlock()
+				ctx, cancel := context.WithCancel(context.Background())
+				cancel()
+				_ = r.server.Close(ctx)
+			}
+		}
+	}
+}
+
+func (r *rig) raw(text string) {
+	c, err := net.Dial("tcp", strings.TrimPrefix(r.url, "http://"))
+	require.NoError(r.t, err)
+	defer func() { _ = c.Close() }()
+	_, _ = io.WriteString(c, text)
+	_ = c.(*net.TCPConn).CloseWrite()
+	_ = c.SetReadDeadline(time.Now().Add(patience))
+	_, _ = io.Copy(io.Discard, c)
+}
+
+func scriptedRequests(t *testing.T, see func(*http.Request)) string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer func() { _ = c.Close() }()
+				in := bufio.NewReader(c)
+				for {
+					req, err := http.ReadRequest(in)
+					if err != nil {
+						return
+					}
+					see(req)
+					_, _ = io.Copy(io.Discard, req.Body)
+					says(c, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+				}
+			}()
+		}
+	}()
+	return "http://" + l.Addr().String()
 }
