@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -271,4 +272,75 @@ func scriptedRequests(t *testing.T, see func(*http.Request)) string {
 		}
 	}()
 	return "http://" + l.Addr().String()
+}
+
+func TestEveryConnectionHeaderNamesWhatEndsHere(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	r.engine.answers(func(w http.ResponseWriter, _ *http.Request, _ []byte) {
+		w.Header()["Connection"] = []string{"X-C", "X-D"}
+		w.Header().Set("X-C", "no")
+		w.Header().Set("X-D", "no")
+		_, _ = io.WriteString(w, "{}")
+	})
+	got := r.do("GET", "/v1/models", "", "Connection", "X-A", "Connection", "x-b , close", "X-A", "no", "X-B", "no", "Keep-Alive", "no")
+	for _, name := range []string{"X-A", "X-B", "Keep-Alive", "Connection"} {
+		assert.Empty(t, r.engine.got()[0].header.Values(name), name)
+	}
+	assert.Empty(t, got.header.Values("X-C"))
+	assert.Empty(t, got.header.Values("X-D"))
+	r.idle()
+}
+
+// An HTTP/1.0 client knows no chunks: the end of the connection ends its answer,
+// and one that the engine cuts has no end that looks like one.
+func TestAStreamForAnOldClientHasNoChunks(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	ask := func() (string, error) {
+		c, err := net.Dial("tcp", strings.TrimPrefix(r.url, "http://"))
+		require.NoError(t, err)
+		defer func() { _ = c.Close() }()
+		body := `{"prompt":"x","stream":true}`
+		_, err = fmt.Fprintf(c, "POST %s HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n%s", completionsPath, len(body), body)
+		require.NoError(t, err)
+		require.NoError(t, c.SetReadDeadline(time.Now().Add(patience)))
+		all, err := io.ReadAll(c)
+		r.idle()
+		return string(all), err
+	}
+	all, err := ask()
+	require.NoError(t, err)
+	head, body, _ := strings.Cut(all, "\r\n\r\n")
+	assert.Contains(t, head, "HTTP/1.1 200 OK\r\n")
+	assert.Contains(t, head, "Connection: close")
+	assert.NotContains(t, strings.ToLower(head), "chunked")
+	assert.True(t, strings.HasPrefix(body, "data: {"), all)
+	assert.True(t, strings.HasSuffix(body, "}\n\ndata: [DONE]\n\n"), all)
+	assert.Equal(t, "0", r.metric("membrane_proxy_answers_cut_total"))
+
+	r.engine.answers(func(w http.ResponseWriter, _ *http.Request, _ []byte) {
+		_, _ = io.WriteString(w, "data: 1\n\n")
+		w.(http.Flusher).Flush()
+		panic(http.ErrAbortHandler)
+	})
+	_, err = ask()
+	require.ErrorIs(t, err, syscall.ECONNRESET)
+	assert.Equal(t, "1", r.metric("membrane_proxy_answers_cut_total"))
+
+	// The client goes away.
+	r.engine.answers(func(w http.ResponseWriter, req *http.Request, _ []byte) {
+		_, _ = io.WriteString(w, "data: 1\n\n")
+		w.(http.Flusher).Flush()
+		<-req.Context().Done()
+	})
+	c, err := net.Dial("tcp", strings.TrimPrefix(r.url, "http://"))
+	require.NoError(t, err)
+	_, err = fmt.Fprintf(c, "GET /v1/models HTTP/1.0\r\n\r\n")
+	require.NoError(t, err)
+	_, err = c.Read(make([]byte, 1))
+	require.NoError(t, err)
+	require.NoError(t, c.Close())
+	require.Eventually(t, func() bool { return r.engine.aborted.Load() == 1 }, patience, tick)
+	r.idle()
 }
