@@ -25,6 +25,9 @@ waiting is prefill+decode: the prompts that wait for prefill and the requests th
 wait for decode. Of other nodes a sidecar knows it where --prefill-ratio is auto.`,
 		Args: refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := checkPort(port); err != nil {
+				return err
+			}
 			c := apiClient{base: "http://" + net.JoinHostPort(host, strconv.Itoa(port)), key: key}
 			c.http.Timeout = clientTimeout
 			body, err := c.do(http.MethodGet, "/peers", nil)

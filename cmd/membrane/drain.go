@@ -32,6 +32,17 @@ It is made for a preStop hook of the engine's container, before its SIGTERM.`,
 		Example: `  membrane drain --wait --port 8080`,
 		Args:    refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := checkPort(port); err != nil {
+				return err
+			}
+			switch {
+			case settle < 0:
+				return usageError{fmt.Errorf("--settle %v: is negative", settle)}
+			case limit <= 0:
+				return usageError{fmt.Errorf("--timeout %v: is not above 0", limit)}
+			case wait && settle > limit: // it would end early and say that all is well
+				return usageError{fmt.Errorf("--settle %v: is longer than --timeout %v", settle, limit)}
+			}
 			c := apiClient{base: "http://" + net.JoinHostPort(host, strconv.Itoa(port)), key: key}
 			c.http.Timeout = clientTimeout
 			n, err := askDrain(&c)
@@ -58,6 +69,14 @@ It is made for a preStop hook of the engine's container, before its SIGTERM.`,
 	cmd.Flags().DurationVar(&limit, "timeout", 30*time.Second, "longest time to wait")
 	keyFlag(cmd.Flags(), &key, "api-key", "API key with the scope admin")
 	return cmd
+}
+
+// checkPort refuses a --port that nobody can be asked on.
+func checkPort(port int) error {
+	if port < 1 || port > 65535 {
+		return usageError{fmt.Errorf("--port %d: is not between 1 and 65535", port)}
+	}
+	return nil
 }
 
 // askDrain returns how much is under way.

@@ -489,6 +489,24 @@ func TestDrainWaitsForWhatIsUnderWay(t *testing.T) {
 	assert.Zero(t, d.wait(t))
 }
 
+func TestDrainNamesAFlagThatCannotBeMeant(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		args []string
+		says string
+	}{
+		{[]string{"drain", "--port", "99999"}, "--port 99999: is not between 1 and 65535"},
+		{[]string{"cluster-status", "--port", "0"}, "--port 0: is not between 1 and 65535"},
+		{[]string{"drain", "--wait", "--settle", "40s", "--timeout", "3s"}, "--settle 40s: is longer than --timeout 3s"},
+		{[]string{"drain", "--wait", "--settle", "-1s"}, "--settle -1s: is negative"},
+		{[]string{"drain", "--timeout", "0s"}, "--timeout 0s: is not above 0"},
+	} {
+		got := finish(t, c.args...)
+		assert.Equal(t, 2, got.status, c.args)
+		assert.Contains(t, got.err, c.says)
+	}
+}
+
 // SIGTERM: what is under way is answered to its end.
 func TestSIGTERMLetsAnswersEnd(t *testing.T) {
 	t.Parallel()

@@ -2,6 +2,7 @@ package hangup
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"net"
 	"reflect"
@@ -86,17 +87,37 @@ func rawConn(c net.Conn) (syscall.RawConn, bool) {
 
 // Gone reports whether the other side has closed the connection. A client that
 // only sends its next request early has not.
-func Gone(raw syscall.RawConn) (closed bool) {
+func Gone(raw syscall.RawConn) bool {
+	unread, closed := peek(raw)
+	return closed && !unread
+}
+
+// Quiet reports whether the other side has neither closed the connection nor
+// sent anything that nobody has read. It is false for a connection that is none
+// of the operating system's.
+func Quiet(c net.Conn) bool {
+	if t, ok := c.(*tls.Conn); ok {
+		c = t.NetConn()
+	}
+	raw, ok := rawConn(c)
+	if !ok {
+		return false
+	}
+	unread, closed := peek(raw)
+	return !unread && !closed
+}
+
+func peek(raw syscall.RawConn) (unread, closed bool) {
 	err := raw.Control(func(fd uintptr) { // unlike Read, whatever the read deadline is
 		var b [1]byte
 		n, _, err := unix.Recvfrom(int(fd), b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
 		switch {
 		case err == nil:
-			closed = n == 0
+			unread, closed = n > 0, n == 0
 		case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR):
 		default:
 			closed = true
 		}
 	})
-	return closed || err != nil
+	return unread, closed || err != nil
 }

@@ -2,6 +2,7 @@ package hangup
 
 import (
 	"context"
+	"crypto/tls"
 	"net"
 	"testing"
 	"time"
@@ -71,4 +72,22 @@ func TestConnectionWithoutDescriptorIsNotWatched(t *testing.T) {
 	require.NoError(t, ctx.Err())
 	stop()
 	require.Error(t, ctx.Err())
+}
+
+func TestQuietIsNeitherClosedNorUnread(t *testing.T) {
+	t.Parallel()
+	for name, stir := range map[string]func(c net.Conn) error{
+		"bytes": func(c net.Conn) error { _, err := c.Write([]byte("x")); return err },
+		"end":   func(c net.Conn) error { return c.Close() },
+	} {
+		client, server := pair(t)
+		assert.True(t, Quiet(server), name)
+		assert.True(t, Quiet(tls.Client(server, &tls.Config{MinVersion: tls.VersionTLS12})), name)
+		require.NoError(t, stir(client))
+		require.Eventually(t, func() bool { return !Quiet(server) }, time.Second, time.Millisecond, name)
+	}
+	a, b := net.Pipe()
+	assert.False(t, Quiet(a), "nobody can tell")
+	require.NoError(t, a.Close())
+	require.NoError(t, b.Close())
 }

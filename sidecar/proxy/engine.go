@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"github.com/valyala/fasthttp"
+
+	"membrane/engines/hangup"
 )
 
 const (
@@ -25,8 +27,8 @@ const (
 	// staleWithin is how soon a connection that the engine had closed already
 	// shows it.
 	staleWithin = time.Second
-	engineRead  = 4 << 10
-	engineWrite = 32 << 10 // head and body of most requests in one write
+	engineRead  = MaxHeaders // an engine may repeat a request's
+	engineWrite = 32 << 10   // head and body of most requests in one write
 )
 
 // engineConn is a connection to the engine, of one request at a time.
@@ -36,6 +38,13 @@ type engineConn struct {
 	w     *bufio.Writer
 	since time.Time // idle
 	used  bool      // before this request
+	heard bool      // something of this request's answer
+}
+
+func (c *engineConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	c.heard = c.heard || n > 0
+	return n, err
 }
 
 // enginePool keeps connections to the engine.
@@ -65,15 +74,18 @@ func newEnginePool(engine *url.URL) *enginePool {
 // get returns an idle connection or, where there is none or fresh is set, a new
 // one.
 func (p *enginePool) get(ctx context.Context, fresh bool) (*engineConn, error) {
-	p.mu.Lock()
-	if n := len(p.idle); n > 0 && !fresh {
-		c := p.idle[n-1]
-		p.idle = p.idle[:n-1]
-		p.mu.Unlock()
-		c.used = true
-		return c, nil
+	for !fresh {
+		c := p.takeIdle()
+		if c == nil {
+			break
+		}
+		// What came unasked would be taken for this request's answer.
+		if hangup.Quiet(c.Conn) {
+			c.used, c.heard = true, false
+			return c, nil
+		}
+		_ = c.Close()
 	}
-	p.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
 	var nc net.Conn
@@ -86,7 +98,23 @@ func (p *enginePool) get(ctx context.Context, fresh bool) (*engineConn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &engineConn{Conn: nc, r: bufio.NewReaderSize(nc, engineRead), w: bufio.NewWriterSize(nc, engineWrite)}, nil
+	c := &engineConn{Conn: nc, w: bufio.NewWriterSize(nc, engineWrite)}
+	c.r = bufio.NewReaderSize(c, engineRead)
+	return c, nil
+}
+
+// takeIdle returns the connection that is idle for the shortest time, nil if
+// there is none.
+func (p *enginePool) takeIdle() *engineConn {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	n := len(p.idle)
+	if n == 0 {
+		return nil
+	}
+	c := p.idle[n-1]
+	p.idle = p.idle[:n-1]
+	return c
 }
 
 // put takes back a connection whose answer was read to its end.
@@ -162,7 +190,7 @@ func (p *enginePool) send(ctx context.Context, req *fasthttp.Request) (*exchange
 		}
 		x.stop()
 		_ = c.Close()
-		if !c.used || req.IsBodyStream() || ctx.Err() != nil || !stale(err) || time.Since(began) > staleWithin {
+		if !c.used || c.heard || req.IsBodyStream() || ctx.Err() != nil || !stale(err) || time.Since(began) > staleWithin {
 			return nil, err
 		}
 	}
@@ -210,9 +238,10 @@ func (x *exchange) Read(p []byte) (int, error) {
 }
 
 // close gives the connection back, or closes it where the answer has not been
-// read to its end.
+// read to its end, or where the engine said more than an answer.
 func (x *exchange) close() {
-	if x.stop() && x.end && !x.res.ConnectionClose() {
+	whole := x.end && x.conn.r.Buffered() == 0 && x.res.StatusCode() != fasthttp.StatusSwitchingProtocols
+	if x.stop() && whole && !x.res.ConnectionClose() {
 		x.pool.put(x.conn)
 		return
 	}

@@ -61,8 +61,13 @@ func (s *Server) forward(ctx context.Context, f *flight, whole []byte, stream io
 		return
 	}
 	size := max(x.res.Header.ContentLength(), -1)
+	a := &answer{s: s, f: f, x: x, conn: c.Conn()}
+	if size < 0 && !c.Request.Header.IsHTTP11() {
+		s.untilClosed(ctx, a)
+		return
+	}
 	c.Response.ImmediateHeaderFlush = size < 0
-	c.Response.SetBodyStream(&answer{s: s, f: f, x: x, conn: c.Conn()}, size)
+	c.Response.SetBodyStream(a, size)
 }
 
 // abandoned notes that the client has gone, or that this node ends at once. What

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"bytes"
 	"net/http"
 	"strings"
 
@@ -37,9 +38,12 @@ func named(connection, name string) bool {
 	return false
 }
 
+// connectionOf joins the headers that say which others are about one connection.
+func connectionOf(lines [][]byte) string { return string(bytes.Join(lines, []byte(","))) }
+
 // copyHeaders copies the head of a request that goes on to the next server.
 func copyHeaders(to, from *fasthttp.RequestHeader) {
-	connection := string(from.Peek(fasthttp.HeaderConnection))
+	connection := connectionOf(from.PeekAll(fasthttp.HeaderConnection))
 	to.SetNoDefaultContentType(true)
 	to.SetMethodBytes(from.Method())
 	to.SetRequestURIBytes(from.RequestURI()) // as the client wrote it
@@ -68,7 +72,7 @@ func legHeaders(from *fasthttp.RequestHeader) http.Header {
 
 // copyAnswerHeaders copies an answer's headers to the client.
 func copyAnswerHeaders(to, from *fasthttp.ResponseHeader) {
-	connection := string(from.Peek(fasthttp.HeaderConnection))
+	connection := connectionOf(from.PeekAll(fasthttp.HeaderConnection))
 	for key, value := range from.All() {
 		if name := string(key); name != fasthttp.HeaderContentLength && name != loadHeader && !isHopByHop(name) && !named(connection, name) {
 			to.AddBytesKV(key, value)

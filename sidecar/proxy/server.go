@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -15,7 +14,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/fasthttp/router"
 	"github.com/rs/zerolog"
 	"github.com/valyala/fasthttp"
 	"golang.org/x/sync/semaphore"
@@ -30,6 +28,7 @@ const (
 
 	completionsPath = "/v1/completions"
 	chatPath        = "/v1/chat/completions"
+	healthPath      = "/health"
 )
 
 func (r route) path() string {
@@ -96,15 +95,9 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// handler routes and answers when a handler panics, for which fasthttp would end
+// handler serves and answers when a handler panics, for which fasthttp would end
 // the process.
 func (s *Server) handler() fasthttp.RequestHandler {
-	r := router.New()
-	r.RedirectTrailingSlash, r.RedirectFixedPath, r.HandleOPTIONS, r.HandleMethodNotAllowed = false, false, false, false
-	r.POST(completionsPath, func(c *fasthttp.RequestCtx) { s.complete(c, completions) })
-	r.POST(chatPath, func(c *fasthttp.RequestCtx) { s.complete(c, chat) })
-	r.GET("/health", s.health)
-	r.NotFound = s.pass
 	return func(c *fasthttp.RequestCtx) {
 		defer func() {
 			if p := recover(); p != nil {
@@ -112,7 +105,7 @@ func (s *Server) handler() fasthttp.RequestHandler {
 				fail(c, http.StatusInternalServerError, "internal", "", "the sidecar failed; its log says why")
 			}
 		}()
-		r.Handler(c)
+		s.serve(c)
 	}
 }
 
@@ -204,9 +197,9 @@ func (s *Server) health(c *fasthttp.RequestCtx) {
 // pass forwards what is neither of the two routes, unread. Below /v1/ it needs
 // the scope that HTTP wants for reading and writing; elsewhere an engine has
 // routes that change it.
-func (s *Server) pass(c *fasthttp.RequestCtx) {
+func (s *Server) pass(c *fasthttp.RequestCtx, path string) {
 	need := auth.ScopeAdmin
-	if bytes.HasPrefix(c.Path(), []byte("/v1/")) {
+	if strings.HasPrefix(path, "/v1/") {
 		need = auth.ScopeWrite
 		if c.IsGet() || c.IsHead() {
 			need = auth.ScopeRead
