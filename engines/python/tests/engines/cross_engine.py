@@ -19,6 +19,8 @@ from sglang_harness import SGLang
 NAMES = ("embedded", "vllm", "sglang", "sglang-ranks")
 SGLANG_FLAGS = {1: (), 2: ("--tp-size", "2", "--disable-custom-all-reduce")}
 TOKENS = 16
+# Deadlines are tested elsewhere: here every page must come, on a busy machine too.
+PATIENCE = dict.fromkeys(("match_deadline_ms", "load_deadline_ms", "store_deadline_ms"), 5000)
 PAGE_BYTES = 4 * 2 * 2 * PAGE * 32 * 4  # layers, K and V, KV heads, tokens, head size, float32
 
 
@@ -33,7 +35,7 @@ class Embedded(Engine):
             os.environ["MEMBRANE_BIN"],
             "engine",
             f"--name={self.name}",
-            "--deadline=1s",
+            "--deadline=5s",
             "--threads=2",
         ]
         argv += [f"--model={self.model}", f"--addr=127.0.0.1:{self.port}"]
@@ -62,10 +64,13 @@ class Party:
         assert self.engine.sidecar is not None
         return self.engine.sidecar
 
-    def attached(self) -> dict[str, Any]:
-        """Return what its sidecar says of the engine."""
-        found = self.sidecar.status().get("engines", {}).get("engines", [])
-        return dict(found[0]) if len(found) == 1 else {}
+    def attached(self) -> list[dict[str, Any]]:
+        """Return what its sidecar says of the engine; SGLang's ranks come one by one."""
+        return list(self.sidecar.status().get("engines", {}).get("engines", []))
+
+    def complete(self) -> bool:
+        """Return whether every rank is attached."""
+        return sum(e["workers"] for e in self.attached()) == self.tp
 
     def fully(self, ids: list[int], salt: str | None = None) -> Answer:
         """Let it compute all of a prompt; return when its sidecar has taken every page."""
@@ -123,7 +128,9 @@ def describe(logs: Path, folder: Path, model: Path) -> Mesh:
         return Party(
             f"SGLang TP {tp}",
             made,
-            lambda: made.launch_server("page_first_direct", "direct", *SGLANG_FLAGS[tp]),
+            lambda: made.launch_server(
+                "page_first_direct", "direct", *SGLANG_FLAGS[tp], extra=PATIENCE
+            ),
             lambda ids, salt: made.generate(ids, TOKENS, salt),
             tp,
         )
@@ -132,7 +139,12 @@ def describe(logs: Path, folder: Path, model: Path) -> Mesh:
         Party(
             "embedded", embedded, embedded.start, lambda x, salt: embedded.complete(x, TOKENS, salt)
         ),
-        Party("vLLM TP 1", vllm, vllm.start, lambda x, salt: vllm.complete(x, TOKENS, salt)),
+        Party(
+            "vLLM TP 1",
+            vllm,
+            lambda: vllm.start(extra=PATIENCE),
+            lambda x, salt: vllm.complete(x, TOKENS, salt),
+        ),
         sglang(2, 1),
         sglang(3, 2),
     )
@@ -150,7 +162,7 @@ def boot(mesh: Mesh) -> None:
         eventually(lambda a=a, b=b: a.sidecar.knows(b.sidecar), "that the sidecars meet")
     for p in parties:
         p.engine.wait()
-        eventually(lambda p=p: p.attached().get("workers") == p.tp, f"that {p.label} attaches", 30)
+        eventually(p.complete, f"that {p.label} attaches", 30)
 
 
 def read_across(mesh: Mesh, writer: Party, reader: Party) -> tuple[Row, Answer, Answer]:
