@@ -54,14 +54,19 @@ def crossing(
     got: Answer,
     want: Answer,
     written: Answer | None = None,
+    asks: int = 1,
 ) -> Row:
     """Return what the reader's sidecar counted, and how `got` compares.
 
-    `want` is the reader's own full recompute, `written` that of the writer.
+    `want` is the reader's own full recompute, `written` that of the writer. The reader
+    asks `asks` times for each page: every rank of SGLang does for itself.
     """
 
     def moved(what: str) -> int:
-        return sum(int(after[s][what] - before[s][what]) for s in ("leased_local", "leased_peer"))
+        sources = ("leased_local", "leased_peer")
+        total, rest = divmod(sum(int(after[s][what] - before[s][what]) for s in sources), asks)
+        assert rest == 0, (before, after)
+        return total
 
     return Row(
         writer=writer,

@@ -71,7 +71,7 @@ def test_both_shards_are_stored_and_loaded(server: SGLang) -> None:
     start = port(sidecar_of(server))
     got = server.generate(ids)
     loaded = port(sidecar_of(server))
-    matrix.record(crossing("SGLang TP 2", "SGLang TP 2", start, loaded, got, want))
+    matrix.record(crossing("SGLang TP 2", "SGLang TP 2", start, loaded, got, want, asks=2))
     same(got, want)
     assert (got.cached, got.storage) == (PAGES * PAGE, PAGES * PAGE)
     eventually(lambda: counts(server, "loaded_pages") == [PAGES] * 2, "the load of both shards")
