@@ -42,7 +42,10 @@ def test_reader_goes_on_as_if_it_had_computed(mesh: Mesh, writer: str, reader: s
     matrix.record(row)
     assert got.tokens == want.tokens
     assert (row.pages, row.size) == (PAGES, PAGES * PAGE_BYTES)
-    assert row.translated == (0 if writer == reader else PAGES)
+    if writer == reader:
+        assert row.translated == 0
+    else:  # two ranks that ask at the same moment may both translate a page
+        assert PAGES <= row.translated <= PAGES * mesh.parties[reader].tp
     assert row.logprobs < TOLERANCE
     assert row.engines is None or row.engines < TOLERANCE
 
