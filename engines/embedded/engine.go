@@ -83,9 +83,15 @@ func Facts(m *llama.Model) kvwire.ModelFacts {
 	c := m.Config()
 	return kvwire.ModelFacts{
 		WeightsID: m.WeightsID(), DType: "float32",
-		RoPE:   "base=" + strconv.FormatFloat(c.RopeTheta, 'g', -1, 64),
+		RoPE:   ropeSignature(c.RopeTheta),
 		Layers: c.Layers, KVHeads: c.KVHeads, HeadSize: c.HeadDim,
 	}
+}
+
+// ropeSignature is that of the Python package (facts.py): an exponent in it
+// would give the same model another namespace.
+func ropeSignature(theta float64) string {
+	return "base=" + strconv.FormatFloat(theta, 'f', -1, 64)
 }
 
 // Registration returns what an engine with this model tells its sidecar.
@@ -126,11 +132,16 @@ type Request struct {
 	// CacheSalt keeps this request's pages apart from those of others; nil for
 	// none.
 	CacheSalt *string
+	// Logprobs asks for the log-probability of each token.
+	Logprobs bool
 }
 
 // Result says how a request went.
 type Result struct {
 	Tokens []uint32
+	// Logprobs has the natural logarithm of each token's probability, if they
+	// were asked for.
+	Logprobs []float64
 	// Reused is how many prompt tokens were loaded instead of computed.
 	Reused int
 	// FromPeers is how many pages came from other sidecars for this request.
@@ -190,11 +201,14 @@ func (e *Engine) complete(ctx context.Context, req Request, yield func(uint32) b
 	if err != nil {
 		return res, fmt.Errorf("cannot prefill: %w", err)
 	}
-	err = e.cfg.Model.Greedy(ctx, kv, logits, req.MaxTokens, func(t uint32) bool {
+	err = e.cfg.Model.Decode(ctx, kv, logits, req.MaxTokens, func(t uint32, logits []float32) bool {
 		if len(res.Tokens) == 0 {
 			res.FirstToken = time.Since(begin)
 		}
 		res.Tokens = append(res.Tokens, t)
+		if req.Logprobs {
+			res.Logprobs = append(res.Logprobs, llama.Logprob(logits, t))
+		}
 		return yield == nil || yield(t)
 	})
 	if err != nil {

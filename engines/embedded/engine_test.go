@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"math"
 	"net"
 	"net/http"
 	"path/filepath"
@@ -261,6 +262,16 @@ func TestNewRefusesWhatIsMissing(t *testing.T) {
 	assert.ErrorContains(t, err, "no tokens")
 }
 
+// The vectors are those of test_rope_signature in engines/python.
+func TestRopeSignature(t *testing.T) {
+	t.Parallel()
+	for theta, want := range map[float64]string{
+		10000: "base=10000", 500000: "base=500000", 1e6: "base=1000000", 1e7: "base=10000000", 10000.5: "base=10000.5",
+	} {
+		assert.Equal(t, want, ropeSignature(theta))
+	}
+}
+
 // serve starts an HTTP server for an engine without a sidecar.
 func serve(t *testing.T) string {
 	t.Helper()
@@ -297,6 +308,18 @@ func TestCompletionsOverHTTP(t *testing.T) {
 	require.Len(t, whole.Choices[0].TokenIDs, 5)
 	assert.Equal(t, 4, whole.Usage.PromptTokens)
 	assert.Equal(t, "unreachable", whole.Membrane.MissReason)
+
+	assert.Nil(t, whole.Choices[0].Logprobs)
+
+	status, body = post(t, url, `{"prompt": [1,2,3,4000000000], "max_tokens": 5, "logprobs": 0}`)
+	require.Equal(t, http.StatusOK, status, string(body))
+	var logged completion
+	require.NoError(t, json.Unmarshal(body, &logged))
+	assert.Equal(t, whole.Choices[0].TokenIDs, logged.Choices[0].TokenIDs)
+	require.Len(t, logged.Choices[0].Logprobs.TokenLogprobs, 5)
+	for _, p := range logged.Choices[0].Logprobs.TokenLogprobs {
+		assert.True(t, p < 0 && p > -math.Log(float64(1024)), "%g is that of the likeliest of 1024 tokens", p)
+	}
 
 	status, body = post(t, url, `{"prompt": [1,2,3,4000000000], "max_tokens": 5, "stream": true}`)
 	require.Equal(t, http.StatusOK, status)

@@ -19,11 +19,12 @@ import (
 // Server is the engine's HTTP listener: a small part of OpenAI's API, with
 // token ids for text.
 //
-//	POST /v1/completions  {prompt: [ids] or text, max_tokens, stream, cache_salt}
+//	POST /v1/completions  {prompt: [ids] or text, max_tokens, stream, cache_salt, logprobs}
 //	GET  /v1/models
 //	GET  /health
 //
-// Text is taken as its UTF-8 bytes, one token each. [WithOpenAI] adds chat and
+// With logprobs, any number, an answer that is not streamed has the
+// log-probability of each token of its own. Text is taken as its UTF-8 bytes, one token each. [WithOpenAI] adds chat and
 // /tokenize. A client that goes away ends its request.
 type Server struct {
 	engine *Engine
@@ -78,13 +79,19 @@ type completionRequest struct {
 	Stream              bool            `json:"stream"`
 	StreamOptions       json.RawMessage `json:"stream_options"`
 	CacheSalt           *string         `json:"cache_salt"`
+	Logprobs            json.RawMessage `json:"logprobs"` // a number; for chat true or false
 }
 
 type choice struct {
-	Index        int      `json:"index"`
-	Text         string   `json:"text"`
-	TokenIDs     []uint32 `json:"token_ids"`
-	FinishReason *string  `json:"finish_reason"`
+	Index        int       `json:"index"`
+	Text         string    `json:"text"`
+	TokenIDs     []uint32  `json:"token_ids"`
+	Logprobs     *logprobs `json:"logprobs,omitempty"`
+	FinishReason *string   `json:"finish_reason"`
+}
+
+type logprobs struct {
+	TokenLogprobs []float64 `json:"token_logprobs"`
 }
 
 type usage struct {
@@ -144,6 +151,7 @@ func (s *Server) parse(body []byte) (Request, bool, error) {
 	}
 	c.Messages, c.MaxCompletionTokens = nil, nil
 	req, err := s.request(c)
+	req.Logprobs = !c.Stream && len(c.Logprobs) > 0 && string(c.Logprobs) != "null"
 	return req, c.Stream, err
 }
 
@@ -209,6 +217,9 @@ func (s *Server) whole(id string, req Request, res Result) completion {
 	out := completion{
 		ID: id, Object: "text_completion", Model: s.engine.Model().ID(),
 		Choices: []choice{{TokenIDs: res.Tokens, Text: text(res.Tokens), FinishReason: &reason}},
+	}
+	if req.Logprobs {
+		out.Choices[0].Logprobs = &logprobs{res.Logprobs}
 	}
 	s.finish(&out, req, res)
 	return out

@@ -44,6 +44,12 @@ func (m *Model) Prefill(ctx context.Context, kv *KV, tokens []uint32) ([]float32
 // affair. A token is appended to kv only when another one after it is wanted,
 // so the last token yielded is not in kv.
 func (m *Model) Greedy(ctx context.Context, kv *KV, logits []float32, n int, yield func(token uint32) bool) error {
+	return m.Decode(ctx, kv, logits, n, func(token uint32, _ []float32) bool { return yield(token) })
+}
+
+// Decode is Greedy; yield gets the logits, too, that each token is the largest
+// of. They are its to read until it returns.
+func (m *Model) Decode(ctx context.Context, kv *KV, logits []float32, n int, yield func(token uint32, logits []float32) bool) error {
 	if len(logits) != m.config.VocabSize {
 		return fmt.Errorf("cannot decode: %d logits, must be %d", len(logits), m.config.VocabSize)
 	}
@@ -57,7 +63,7 @@ func (m *Model) Greedy(ctx context.Context, kv *KV, logits []float32, n int, yie
 			return fmt.Errorf("cannot decode token %d: %w", i, err)
 		}
 		token[0] = Argmax(logits)
-		if !yield(token[0]) || i == n-1 {
+		if !yield(token[0], logits) || i == n-1 {
 			return nil
 		}
 		err := m.check(kv, token[:])
@@ -82,6 +88,17 @@ func Argmax(logits []float32) uint32 {
 		}
 	}
 	return uint32(best)
+}
+
+// Logprob returns the natural logarithm of a token's probability among logits.
+// The token must be one of theirs.
+func Logprob(logits []float32, token uint32) float64 {
+	top := float64(logits[Argmax(logits)])
+	var sum float64
+	for _, v := range logits {
+		sum += math.Exp(float64(v) - top)
+	}
+	return float64(logits[token]) - top - math.Log(sum)
 }
 
 func (m *Model) check(kv *KV, tokens []uint32) error {

@@ -91,6 +91,31 @@ func TestGreedyStops(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
+func TestDecodeShowsTheLogits(t *testing.T) {
+	t.Parallel()
+	m := generated(t, WithLayers(1))
+	ctx := context.Background()
+	kv := m.NewKV(64)
+	logits := prefill(t, m, kv, prompt(5))
+	var tokens []uint32
+	var last []float32
+	require.NoError(t, m.Decode(ctx, kv, logits, 3, func(token uint32, logits []float32) bool {
+		assert.Equal(t, Argmax(logits), token)
+		tokens, last = append(tokens, token), append([]float32{}, logits...)
+		return true
+	}))
+	again := m.NewKV(64)
+	assert.Equal(t, last, prefill(t, m, again, append(prompt(5), tokens[:2]...)), "those of the last token")
+}
+
+func TestLogprob(t *testing.T) {
+	t.Parallel()
+	logits := []float32{1, 1000, 999, -1000}
+	assert.InDelta(t, -math.Log1p(math.Exp(-1)), Logprob(logits, 1), 1e-12, "large logits do not overflow")
+	assert.InDelta(t, -1-math.Log1p(math.Exp(-1)), Logprob(logits, 2), 1e-12)
+	assert.InDelta(t, -math.Log(4), Logprob(make([]float32, 4), 3), 1e-12)
+}
+
 func TestArgmax(t *testing.T) {
 	t.Parallel()
 	nan, inf := float32(math.NaN()), float32(math.Inf(1))

@@ -21,6 +21,10 @@ from membrane_kv.settings import Settings
         ({"rope_theta": 10000.0}, "base=10000"),
         ({"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}, "base=10000"),
         ({"rope_theta": 5e5, "rope_scaling": None}, "base=500000"),
+        # Also those of TestRopeSignature in engines/embedded.
+        ({"rope_theta": 1e6}, "base=1000000"),
+        ({"rope_theta": 1e7}, "base=10000000"),
+        ({"rope_theta": 10000.5}, "base=10000.5"),
         ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "base=10000 partial=0.5"),
         (
             {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0, "b": [1, 2]}},

@@ -18,20 +18,66 @@ from harness import (
     Sidecar,
     eventually,
 )
+from matrix import Row
 from membrane_kv import wire
 from membrane_kv.client import Client
 from membrane_kv.wire import Descriptor, Model, Register
 
 N = 1000
 PAGES = N // PAGE
+TOLERANCE = 1e-4
 DEADLINES = {"wait_for_save": STORE_MS, "get_transfer_results": LOAD_MS, "start_load_kv": LOAD_MS}
 
 
+def difference(got: Answer, want: Answer) -> float:
+    """Return the largest difference between log-probabilities."""
+    return float(max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)))
+
+
 def same(got: Answer, want: Answer) -> None:
-    """Tokens are equal, log-probabilities within 1e-4."""
+    """Tokens are equal, log-probabilities within TOLERANCE."""
     assert got.tokens == want.tokens
-    worst = max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True))
-    assert worst < 1e-4, f"log-probabilities differ by {worst}"
+    worst = difference(got, want)
+    assert worst < TOLERANCE, f"log-probabilities differ by {worst}"
+
+
+def port(sidecar: Sidecar) -> dict[str, Any]:
+    """Return the counters of a sidecar's engine port."""
+    return dict(sidecar.stats()["engine_port"])
+
+
+def crossing(
+    writer: str,
+    reader: str,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    got: Answer,
+    want: Answer,
+    written: Answer | None = None,
+    asks: int = 1,
+) -> Row:
+    """Return what the reader's sidecar counted, and how `got` compares.
+
+    `want` is the reader's own full recompute, `written` that of the writer. The reader
+    asks `asks` times for each page: every rank of SGLang does for itself.
+    """
+
+    def moved(what: str) -> int:
+        sources = ("leased_local", "leased_peer")
+        total, rest = divmod(sum(int(after[s][what] - before[s][what]) for s in sources), asks)
+        assert rest == 0, (before, after)
+        return total
+
+    return Row(
+        writer=writer,
+        reader=reader,
+        pages=moved("pages"),
+        size=moved("bytes"),
+        translated=int(after["translated"]["pages"] - before["translated"]["pages"]),
+        tokens_equal=got.tokens == want.tokens,
+        logprobs=difference(got, want),
+        engines=None if written is None else difference(written, want),
+    )
 
 
 def prefill(engine: Engine, ids: list[int]) -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import matrix
 import pytest
 from harness import Cluster
 
@@ -33,3 +34,12 @@ def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         c.link.close()
         for p in c.processes:
             p.stop()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print who has read whose pages."""
+    rows = matrix.collected()
+    if rows:
+        terminalreporter.section("pages across engines")
+        for line in matrix.table(rows):
+            terminalreporter.write_line(line)

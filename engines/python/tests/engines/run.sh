@@ -38,15 +38,21 @@ fi
 export MEMBRANE_BIN MEMBRANE_VLLM_PYTHON MEMBRANE_SGLANG_PYTHON MEMBRANE_LMCACHE_PYTHON
 export MEMBRANE_TEST_LOGS=${MEMBRANE_TEST_LOGS:-$root/build/test-engines}
 
+# Tests of all runs add their rows; each run prints what there is.
+MEMBRANE_TEST_MATRIX=$(mktemp)
+export MEMBRANE_TEST_MATRIX
+trap 'rm -f "$MEMBRANE_TEST_MATRIX"' EXIT
+
 cd "$here/../.."
 run() { "$MEMBRANE_TEST_PYTHON" -m pytest -p no:cacheprovider -rA --durations=0 "$@"; }
 if [[ $# -gt 0 ]]; then
 	run "$@"
 	exit
 fi
-# One engine after the other: the servers of both need more memory than a small
-# machine has.
+# One engine after the other: all servers at a time need more memory than a small
+# machine has. The last run has one of each.
 code=0
-run --ignore-glob='*test_sglang_*' tests/engines || code=$?
+run --ignore-glob='*test_sglang_*' --ignore-glob='*test_cross_engine.py' tests/engines || code=$?
 MEMBRANE_TEST_LOGS=$MEMBRANE_TEST_LOGS/sglang run tests/engines/test_sglang_*.py || code=$?
+MEMBRANE_TEST_LOGS=$MEMBRANE_TEST_LOGS/cross run tests/engines/test_cross_engine.py || code=$?
 exit "$code"

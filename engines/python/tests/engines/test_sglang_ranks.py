@@ -6,8 +6,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import matrix
 import pytest
-from checks import memfds, same
+from checks import crossing, memfds, port, same
 from harness import PAGE, Sidecar, eventually, make_model, prompt
 from sglang_harness import SGLang
 
@@ -62,12 +63,15 @@ def test_it_serves_without_a_sidecar_and_finds_it_later(server: SGLang) -> None:
 
 
 def test_both_shards_are_stored_and_loaded(server: SGLang) -> None:
-    port = sidecar_of(server).stats()["engine_port"]
+    first = port(sidecar_of(server))
     ids = prompt(N, 43)
     want = server.generate(ids)
     eventually(lambda: counts(server, "stored_pages") == [PAGES] * 2, "the store of both shards")
     server.forget()
+    start = port(sidecar_of(server))
     got = server.generate(ids)
+    loaded = port(sidecar_of(server))
+    matrix.record(crossing("SGLang TP 2", "SGLang TP 2", start, loaded, got, want, asks=2))
     same(got, want)
     assert (got.cached, got.storage) == (PAGES * PAGE, PAGES * PAGE)
     eventually(lambda: counts(server, "loaded_pages") == [PAGES] * 2, "the load of both shards")
@@ -78,9 +82,9 @@ def test_both_shards_are_stored_and_loaded(server: SGLang) -> None:
         assert "off" not in r and r["counts"].get("hook_errors", 0) == 0
     shards = [server.rank(rank)["sums"]["stored"] for rank in RANKS]
     assert set(shards[0]).isdisjoint(shards[1])
-    now = sidecar_of(server).stats()["engine_port"]
+    now = port(sidecar_of(server))
     both = PAGES * sum(server.page_bytes(rank) for rank in RANKS)
-    assert now["stored_bytes"] - port["stored_bytes"] == both
+    assert now["stored_bytes"] - first["stored_bytes"] == both
     eventually(sidecar_of(server).level, "that the sidecar is level")
 
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import matrix
 import pytest
-from checks import memfds, same
+from checks import crossing, memfds, port, same
 from harness import (
     MATCH_MS,
     PAGE,
@@ -35,6 +36,7 @@ from sglang_harness import STORE_MS, SGLang
 
 N = 1000
 PAGES = N // PAGE
+LAYOUTS = {"one": "page_first_direct", "other": "page_first"}
 
 
 @dataclass
@@ -155,20 +157,22 @@ def test_another_server_loads_through_its_own_sidecar(servers: Servers) -> None:
     assert after["bytes"] - before["bytes"] == PAGES * servers.two.page_bytes()
 
 
-@pytest.mark.parametrize("writer", ["one", "other"])
-def test_same_keys_and_sizes_in_another_layout(servers: Servers, writer: str) -> None:
+@pytest.mark.parametrize(("writer", "reader"), [("one", "other"), ("other", "one")])
+def test_same_keys_and_sizes_in_another_layout(servers: Servers, writer: str, reader: str) -> None:
     """Pages of page_first_direct and page_first have one key and one size, and other orders."""
-    first, second = servers.one, servers.other
-    if writer == "other":
-        first, second = second, first
+    first, second = getattr(servers, writer), getattr(servers, reader)
     assert first.page_bytes() == second.page_bytes()
     ids = servers.fresh()
     want = stored(first, ids)
-    before = servers.a.stats()["engine_port"]["translated"]["pages"]
+    before = port(servers.a)
     got = second.generate(ids)
+    row = crossing(
+        f"SGLang {LAYOUTS[writer]}", f"SGLang {LAYOUTS[reader]}", before, port(servers.a), got, want
+    )
+    matrix.record(row)
     same(got, want)
     assert got.storage == PAGES * PAGE
-    assert servers.a.stats()["engine_port"]["translated"]["pages"] - before == PAGES
+    assert row.translated == PAGES
 
 
 def test_extra_keys_share_nothing(servers: Servers) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matrix
 import pytest
-from checks import PAGES, N, hooks_in_time, leased_pages, memfds, quiet, same
+from checks import PAGES, N, crossing, hooks_in_time, leased_pages, memfds, port, quiet, same
 from harness import PAGE, Answer, Engine, Sidecar, eventually, make_model, prompt
 
 LEASE_MS, LOAD_PATIENCE_MS = 2000, 5000
@@ -55,7 +56,10 @@ def test_both_shards_are_stored_and_loaded(engines: list[Engine]) -> None:
     ranks.complete(ids, 1)
     eventually(lambda: counts(ranks, "stored_pages") == [PAGES] * 2, "the store of both shards")
     ranks.forget()
+    start = port(sidecar_of(ranks))
     got = ranks.complete(ids)
+    now = port(sidecar_of(ranks))
+    matrix.record(crossing("vLLM TP 2", "vLLM TP 2", start, now, got, want))
     assert got.cached == PAGES * PAGE
     assert got.tokens == want.tokens
     eventually(lambda: counts(ranks, "loaded_pages") == [PAGES] * 2, "the load of both shards")
@@ -102,15 +106,17 @@ def test_pages_of_another_tensor_parallel_size(engines: list[Engine], logs: Path
     sidecar = sidecar_of(ranks)
 
     def translated() -> int:
-        return int(sidecar.stats()["engine_port"]["translated"]["pages"])
+        return int(port(sidecar)["translated"]["pages"])
 
     single = Engine("vllm-single", logs, ranks.model, sidecar)
     try:
         single.start()
         single.wait()
         ids, want = stored(engines, 71)
+        start = port(sidecar)
         before = translated()
         got = single.complete(ids)
+        matrix.record(crossing("vLLM TP 2", "vLLM TP 1", start, port(sidecar), got, want))
         assert got.cached == PAGES * PAGE
         assert got.tokens == want.tokens
         assert translated() == before + PAGES
@@ -123,7 +129,9 @@ def test_pages_of_another_tensor_parallel_size(engines: list[Engine], logs: Path
             lambda: single.count("worker", "stored_pages") == had + PAGES, "the store of one rank"
         )
         loaded = counts(ranks, "loaded_pages")
+        start = port(sidecar)
         got = ranks.complete(ids)
+        matrix.record(crossing("vLLM TP 1", "vLLM TP 2", start, port(sidecar), got, want))
         assert got.cached == PAGES * PAGE
         assert got.tokens == want.tokens
         assert translated() == before + 2 * PAGES
