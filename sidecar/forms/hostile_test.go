@@ -51,7 +51,7 @@ func TestNoDescriptorOfAPeerBreaksAReader(t *testing.T) {
 				case 9: // one that fits together
 					d.TPSize, d.PPSize = rapid.SampledFrom([]int{1, 2, 4, 8}).Draw(rt, "tp"), rapid.SampledFrom([]int{1, 2, 4}).Draw(rt, "pp")
 					d.Heads, d.Layers = [2]int{0, max(1, 4/d.TPSize)}, [2]int{0, 4 / d.PPSize}
-					d.BlockBytes = int64(16 * (d.Heads[1]) * d.Layers[1] * 2 * 32 * 2)
+					d.BlockBytes = int64(16 * d.Heads[1] * d.Layers[1] * 2 * 32 * 2)
 				}
 			}
 			ds = append(ds, d)

@@ -161,7 +161,7 @@ func (c *conn) abort() {
 }
 
 // put stores a value, which follows its request. There is no reply.
-func (c *conn) put(q *request) error {
+func (c *conn) put(q *request) (err error) {
 	defer c.abort()
 	n := int64(q.length)
 	if int64(len(c.in.Unread())) < n {
@@ -169,7 +169,11 @@ func (c *conn) put(q *request) error {
 			return err
 		}
 	}
-	c.s.count.received.AddInt64(n)
+	defer func() {
+		if err == nil { // what a client only announces was not received
+			c.s.count.received.AddInt64(n)
+		}
+	}()
 	why := kvwire.ReasonNone
 	header := headerSize(q.key)
 	total := int64(header) + n

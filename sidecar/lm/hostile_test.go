@@ -76,6 +76,21 @@ func TestHugeDeclaredLengthsCostNothing(t *testing.T) {
 	assert.Less(t, heap(), before+50*(readBuffer+16<<10))
 }
 
+func TestOnlyWhatCameIsCountedAsReceived(t *testing.T) {
+	t.Parallel()
+	n := start(t, 16<<20)
+	c := n.dial(t)
+	c.put("k", content(1, 100), bf16)
+	c.has("k", content(1, 100), bf16)
+	cut := n.dial(t)
+	cut.send(encode(1, "cut", MaxSkip, bf16))
+	cut.send(make([]byte, 1000))
+	require.Eventually(t, func() bool { return n.counter(`requests_total{command="put"}`) == 2 }, timeout, tick)
+	require.NoError(t, cut.Close())
+	require.Eventually(t, func() bool { return n.Connections() == 1 }, timeout, tick)
+	assert.EqualValues(t, 100, n.counter("received_bytes_total"))
+}
+
 // Invariant 4: values under way together have at most a quarter of the arena.
 func TestValuesThatDoNotComeAreBounded(t *testing.T) {
 	t.Parallel()
