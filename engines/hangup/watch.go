@@ -107,6 +107,19 @@ func Quiet(c net.Conn) bool {
 	return !unread && !closed
 }
 
+// ResetOnClose lets a connection be reset when it is closed, so that the other
+// side does not take what it has for all there is. It does nothing for one that
+// is none of the operating system's.
+func ResetOnClose(c net.Conn) {
+	raw, ok := rawConn(c)
+	if !ok {
+		return
+	}
+	_ = raw.Control(func(fd uintptr) {
+		_ = unix.SetsockoptLinger(int(fd), unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+	})
+}
+
 func peek(raw syscall.RawConn) (unread, closed bool) {
 	err := raw.Control(func(fd uintptr) { // unlike Read, whatever the read deadline is
 		var b [1]byte

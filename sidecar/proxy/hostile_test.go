@@ -344,3 +344,30 @@ func TestAStreamForAnOldClientHasNoChunks(t *testing.T) {
 	require.Eventually(t, func() bool { return r.engine.aborted.Load() == 1 }, patience, tick)
 	r.idle()
 }
+
+// Connections from one address that never say anything must not take all of
+// those that others need.
+func TestOneAddressCannotTakeEveryConnection(t *testing.T) {
+	t.Parallel()
+	const most = 4 // half of the connections
+	r := newRig(t, func(c *Config) { c.MaxInFlight = most / 2 })
+	dial := func(from string) net.Conn {
+		d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}, Timeout: patience}
+		c, err := d.Dial("tcp", strings.TrimPrefix(r.url, "http://"))
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = c.Close() })
+		return c
+	}
+	health := func(c net.Conn) string {
+		_ = c.SetDeadline(time.Now().Add(patience))
+		_, _ = io.WriteString(c, "GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+		line, _ := bufio.NewReader(c).ReadString('\n')
+		return line
+	}
+	for range most {
+		_, err := io.WriteString(dial("127.0.0.2"), "GET /hea")
+		require.NoError(t, err)
+	}
+	require.Eventually(t, func() bool { return strings.Contains(health(dial("127.0.0.2")), " 429 ") }, patience, tick)
+	assert.Contains(t, health(dial("127.0.0.3")), " 200 ")
+}

@@ -6,6 +6,8 @@ import (
 	"net"
 	"sync/atomic"
 	"time"
+
+	"membrane/engines/hangup"
 )
 
 // untilClosed sends an answer of unknown length to a client of HTTP/1.0, which
@@ -35,8 +37,8 @@ func (s *Server) untilClosed(ctx context.Context, a *answer) {
 		if err == nil {
 			_, err = io.Copy(onlyWriter{conn}, a)
 		}
-		if t, ok := a.conn.(interface{ SetLinger(seconds int) error }); ok && err != nil {
-			_ = t.SetLinger(0)
+		if err != nil {
+			hangup.ResetOnClose(a.conn)
 		}
 	})
 }

@@ -87,7 +87,8 @@ func New(cfg Config) (*Server, error) {
 		Name: "membrane", Handler: s.handler(), ErrorHandler: s.badRequest, Logger: quiet{cfg.Log},
 		ReadTimeout: readTimeout, IdleTimeout: idleTimeout, // writes have a deadline each, see answer
 		StreamRequestBody: true, MaxRequestBodySize: MaxBody, DisablePreParseMultipartForm: true, ReadBufferSize: MaxHeaders,
-		Concurrency: 4 * cfg.MaxInFlight, CloseOnShutdown: true,
+		// One address alone cannot shut all others out.
+		Concurrency: 4 * cfg.MaxInFlight, MaxConnsPerIP: 2 * cfg.MaxInFlight, CloseOnShutdown: true,
 		NoDefaultServerHeader: true, NoDefaultDate: true, NoDefaultContentType: true,
 	}
 	cfg.Metrics.NewGauge("membrane_proxy_in_flight", func() float64 { return float64(s.inFlight.Load()) })
