@@ -388,7 +388,7 @@ class Session:
         return self.submit(Type.READ, body, wire.parse_page, deadline, epoch=epoch)
 
     def reset(self, deadline: float) -> Call[dict[str, Any]]:
-        """See Client.reset. One without an answer is made up for first thing when connected anew."""
+        """See Client.reset. Without an answer it is sent first of all when connected anew."""
         self._owed += 1
         mine = self._owed
 
