@@ -470,12 +470,13 @@ class Scheduler:
             self._session.drop(r.epoch, r.handle, wait)
 
     def reset(self) -> bool:
-        """Drop the namespace's pages in the sidecar; return whether it has said so.
+        """Drop the namespace's pages in the sidecar; return that nothing of before is used.
 
         A barrier: nothing that was computed, leased or promised before is
         stored or loaded after. Loads under way fail, since their leases are
         gone, and chains of requests that run or have ended name no pages any
-        more. Waits for the sidecar, a second at most.
+        more. Waits for the sidecar, a second at most; without an answer it is
+        told again before anything else once it is back.
         """
         for r in self._requests.values():
             if r.asking is not None:
@@ -490,4 +491,5 @@ class Scheduler:
         self._asking.clear()
         self._take_late()
         self._session.drop_now()
-        return self._session.reset(time.monotonic() + _RESET_S).wait()
+        self._session.reset(time.monotonic() + _RESET_S).wait()
+        return True

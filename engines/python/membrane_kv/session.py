@@ -183,6 +183,7 @@ class Session:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = threading.Event()
         self._renew = 0
+        self._owed = 0
         self._changed = threading.Condition(self._lock)
         self._said = ""
         self._thread = threading.Thread(target=self._run, name="membrane-" + name, daemon=True)
@@ -387,8 +388,19 @@ class Session:
         return self.submit(Type.READ, body, wire.parse_page, deadline, epoch=epoch)
 
     def reset(self, deadline: float) -> Call[dict[str, Any]]:
-        """See Client.reset."""
-        return self.submit(Type.RESET, b"", wire.parse_json, deadline)
+        """See Client.reset. Without an answer it is sent first of all when connected anew."""
+        self._owed += 1
+        mine = self._owed
+
+        def answered(_: dict[str, Any]) -> None:
+            if self._owed == mine:
+                self._owed = 0
+
+        def then(call: Call[dict[str, Any]]) -> None:
+            if call.ok and call.result is not None:
+                answered(call.result)
+
+        return self.submit(Type.RESET, b"", wire.parse_json, deadline, then, answered)
 
     def drop(self, epoch: int, handle: int, after_s: float = 0.0) -> None:
         """Forget a chain in a while, so that commits on other connections come first."""
@@ -450,6 +462,9 @@ class Session:
                 client = Client.connect(place, until, self._key, self._name, inline)
                 # The sidecar may have to make room for the inbox first.
                 r = client.register(self._registration, time.monotonic() + 5 * _CONNECT_S)
+                if owed := self._owed:
+                    client.reset(time.monotonic() + 5 * _CONNECT_S)
+                    self._owed = 0 if self._owed == owed else self._owed
             except (OSError, ValueError, wire.WireError) as e:
                 trouble = trouble if isinstance(e, (FileNotFoundError, ConnectionError)) else e
                 trouble = trouble or e

@@ -440,16 +440,29 @@ def test_requests_after_a_reset_store_and_load(rig: Rig) -> None:
     assert rig.match("c") == 192
 
 
-def test_reset_that_nobody_confirms_says_so(
-    sidecar: FakeSidecar, sessions: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["silent", "away"])
+def test_reset_without_an_answer_comes_first_when_the_sidecar_is_back(
+    sidecar: FakeSidecar, sessions: Start, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    """An engine that is put to sleep must not fail because its sidecar is away."""
     monkeypatch.setattr("membrane_kv.scheduler._RESET_S", 0.05)
     rig = Rig(sidecar, sessions)
-    sidecar.silent.add(Type.RESET)
-    assert not rig.s.reset()
-    sidecar.close()
-    eventually(lambda: rig.session.up is None)
-    assert not rig.s.reset()
+    rig.fill(3)
+    old = rig.session.up
+    if how == "silent":
+        sidecar.silent.add(Type.RESET)
+        assert rig.s.reset()
+        assert sidecar.pages
+        sidecar.silent.clear()
+        sidecar.disconnect()
+    else:
+        sidecar.disconnect()
+        eventually(lambda: rig.session.up is not old)
+        assert rig.s.reset()
+    eventually(lambda: rig.session.up is not None and rig.session.up is not old)
+    rig.add("a", 200)
+    assert rig.match("a") == 0
+    assert not sidecar.pages
 
 
 def test_extra_keys_do_not_share(rig: Rig) -> None:
