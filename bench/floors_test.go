@@ -35,7 +35,9 @@ func TestCommittedFloorsCanBeRead(t *testing.T) {
 		assert.Len(t, floors, rows, name)
 		if name == "bench-vllm-floors.txt" {
 			for _, v := range (vllmFigures{}).rows() {
-				assert.Contains(t, floors, v.name)
+				if v.needs == "" { // the check runs without LMCache
+					assert.Contains(t, floors, v.name)
+				}
 			}
 		}
 	}

@@ -63,7 +63,7 @@ func TestCoreTakesEveryFigure(t *testing.T) {
 	report, err := Core(ctx, CoreOptions{Binary: realBinary(t), Quick: true, Rounds: 1, Progress: func(line string) { t.Log(line) }})
 	require.NoError(t, err)
 	require.Len(t, report.Ceilings, 5)
-	require.Len(t, report.Rows, 22)
+	require.Len(t, report.Rows, 24)
 	for _, row := range report.Rows[12:] {
 		assert.Equal(t, vllmNotRun, row.Why, row.Name)
 	}

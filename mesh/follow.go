@@ -7,6 +7,10 @@ import (
 	"membrane/kvwire"
 )
 
+// followGrace is for how long pages that are on their way when a follower stops
+// may still come: whoever asks next would have them sent once more.
+const followGrace = 250 * time.Millisecond
+
 // followTries is how often in a row a peer may say that it holds a page that
 // then does not come.
 const followTries = 3
@@ -18,7 +22,8 @@ const followTries = 3
 // [kvwire.ReasonPeer] or another reason of [Mesh.Fill] when the peer is not
 // there, is lost, or does not give what it says it has. ctx bounds it, at the
 // most [Config.FillTimeout] where it has no deadline; the caller cancels it
-// when the engine it follows has given up. Pages that have come stay.
+// when the engine it follows has given up. Pages that have come stay, and those on
+// their way then have a moment more.
 //
 // held, which may be nil, is called after each step with how many leading pages
 // are here now, on the caller's goroutine: what it does delays the next step.
@@ -74,7 +79,7 @@ func (m *Mesh) Follow(ctx context.Context, req FillRequest, held func(pages int)
 		}
 		part := req
 		part.Hashes = rest[:n]
-		got, why := m.Fill(ctx, part)
+		got, why := m.fillOn(ctx, part)
 		m.counters.followed.Add(uint64(got))
 		if got > 0 {
 			failed = 0
@@ -87,4 +92,22 @@ func (m *Mesh) Follow(ctx context.Context, req FillRequest, held func(pages int)
 			return pos, kvwire.ReasonDeadline
 		}
 	}
+}
+
+// fillOn is a fill that outlasts ctx by followGrace.
+func (m *Mesh) fillOn(ctx context.Context, req FillRequest) (int, kvwire.Reason) {
+	until, _ := ctx.Deadline()
+	longer, cancel := context.WithDeadline(context.WithoutCancel(ctx), until.Add(followGrace))
+	defer cancel()
+	stop := context.AfterFunc(ctx, func() {
+		timer := time.NewTimer(followGrace)
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+			cancel()
+		case <-longer.Done():
+		}
+	})
+	defer stop()
+	return m.Fill(longer, req)
 }
