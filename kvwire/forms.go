@@ -43,8 +43,9 @@ func AppendForms(b []byte, ds []Descriptor) ([]byte, error) {
 	}
 }
 
-// ParseForms decodes the answer to a forms frame. The descriptors are as the
-// peer sent them: whoever knows the namespace's model validates them.
+// ParseForms decodes the answer to a forms frame. Whoever knows the namespace's
+// model validates the descriptors; here they are checked as far as that needs no
+// model, so that their forms can be compared.
 func ParseForms(body []byte) ([]Descriptor, error) {
 	if len(body) > MaxJSON {
 		return nil, Errorf(CodeTooLarge, "forms", "%d bytes are more than %d", len(body), MaxJSON)
@@ -60,6 +61,11 @@ func ParseForms(body []byte) ([]Descriptor, error) {
 	}
 	if len(a.Descriptors) > MaxForms {
 		return nil, Errorf(CodeTooLarge, "forms", "%d descriptors are more than %d", len(a.Descriptors), MaxForms)
+	}
+	for _, d := range a.Descriptors {
+		if err := d.check(); err != nil {
+			return nil, err
+		}
 	}
 	return a.Descriptors, nil
 }

@@ -55,12 +55,11 @@ func TestFormsHaveLimits(t *testing.T) {
 	b, err = AppendForms(nil, large)
 	require.NoError(t, err)
 	assert.LessOrEqual(t, len(b), MaxJSON)
-	ds, err = ParseForms(b)
-	require.NoError(t, err)
-	assert.Equal(t, large[:2], ds)
+	assert.Equal(t, 2, bytes.Count(b, []byte(`"layout"`)))
 
+	const least = `{"layout":"l","dtype":"d","block_tokens":1,"block_bytes":1,"tp_size":1,"pp_size":1}`
 	body := func(n int) []byte {
-		return []byte(`{"descriptors":[` + strings.TrimSuffix(strings.Repeat(`{},`, n), ",") + `]}`)
+		return []byte(`{"descriptors":[` + strings.TrimSuffix(strings.Repeat(least+`,`, n), ",") + `]}`)
 	}
 	_, err = ParseForms(body(MaxForms))
 	assert.NoError(t, err)
@@ -74,6 +73,10 @@ func TestFormsHaveLimits(t *testing.T) {
 		_, err := ParseForms([]byte(bad))
 		assert.Equal(t, CodeBadFrame, CodeOf(err), bad)
 	}
+	for _, bad := range []string{`{}`, strings.Replace(least, `}`, `,"axes":["a"]}`, 1), strings.Replace(least, `}`, `,"scales":[{"per":"head","dtype":"d","axes":["a"]}]}`, 1), strings.Replace(least, `"tp_size":1`, `"tp_size":0`, 1)} {
+		_, err := ParseForms([]byte(`{"descriptors":[` + bad + `]}`))
+		assert.Equal(t, CodeBadField, CodeOf(err), "%s: what a peer says is asked for its form and shard", bad)
+	}
 }
 
 func FuzzForms(f *testing.F) {
@@ -82,6 +85,7 @@ func FuzzForms(f *testing.F) {
 		f.Add(b)
 	}
 	f.Add([]byte(`{"descriptors":[{"axes":["a"],"strides":[-1]}]}`))
+	f.Add([]byte(`{"descriptors":[{"layout":"l","dtype":"d","block_tokens":10,"block_bytes":1000,"tp_size":1,"pp_size":1,"axes":["a"]}]}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		ds, err := ParseForms(b)
 		if err != nil {

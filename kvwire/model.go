@@ -156,6 +156,21 @@ const (
 // Validate reports the first field with a value that is not allowed for the
 // given model.
 func (d Descriptor) Validate(m ModelFacts) error {
+	if err := d.check(); err != nil {
+		return err
+	}
+	if d.Layers[0] < 0 || d.Layers[1] <= d.Layers[0] || d.Layers[1] > m.Layers {
+		return Errorf(CodeBadField, "descriptor.layers", "[%d, %d) is not a window of %d layers", d.Layers[0], d.Layers[1], m.Layers)
+	}
+	if d.Heads[0] < 0 || d.Heads[1] <= d.Heads[0] || d.Heads[1] > m.KVHeads {
+		return Errorf(CodeBadField, "descriptor.heads", "[%d, %d) is not a window of %d KV heads", d.Heads[0], d.Heads[1], m.KVHeads)
+	}
+	return nil
+}
+
+// check is what [Descriptor.Validate] can say without the model. What Form and
+// Shard may be asked of has passed it.
+func (d Descriptor) check() error {
 	if d.Layout == "" || len(d.Layout) > maxFact || len(d.DType) > maxFact || len(d.Packing) > maxFact {
 		return Errorf(CodeBadField, "descriptor.layout", "layout, dtype and packing need at most %d bytes, layout at least one", maxFact)
 	}
@@ -187,12 +202,6 @@ func (d Descriptor) Validate(m ModelFacts) error {
 	}
 	if d.TPSize*d.PPSize > MaxShards {
 		return Errorf(CodeBadField, "descriptor.pp_size", "%d × %d ranks are more than %d", d.TPSize, d.PPSize, MaxShards)
-	}
-	if d.Layers[0] < 0 || d.Layers[1] <= d.Layers[0] || d.Layers[1] > m.Layers {
-		return Errorf(CodeBadField, "descriptor.layers", "[%d, %d) is not a window of %d layers", d.Layers[0], d.Layers[1], m.Layers)
-	}
-	if d.Heads[0] < 0 || d.Heads[1] <= d.Heads[0] || d.Heads[1] > m.KVHeads {
-		return Errorf(CodeBadField, "descriptor.heads", "[%d, %d) is not a window of %d KV heads", d.Heads[0], d.Heads[1], m.KVHeads)
 	}
 	return nil
 }
