@@ -20,26 +20,59 @@ const (
 	joinPauseMin = 100 * time.Millisecond
 	joinPauseMax = 10 * time.Second
 	joinRepeat   = 30 * time.Second // at most twice that, for ever: it heals partitions
+	joinHurry    = time.Minute      // for how long a lost peer is looked for quickly
 	addressLimit = 16 << 10         // bytes of an answer to GET /mesh/address
 )
 
-// keepJoined tries one target for ever: quickly until it has worked, then
-// every 30 to 60 seconds.
+// bell wakes all who wait for it at once. The zero value is ready.
+type bell struct {
+	mu sync.Mutex
+	c  chan struct{}
+}
+
+// next returns what is closed by the next ring.
+func (b *bell) next() <-chan struct{} {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.c == nil {
+		b.c = make(chan struct{})
+	}
+	return b.c
+}
+
+func (b *bell) ring() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.c != nil {
+		close(b.c)
+		b.c = nil
+	}
+}
+
+// keepJoined tries one target for ever: quickly until it has worked and after a
+// peer was lost, which may be starting anew under another name; else every 30 to
+// 60 seconds.
 func (m *Mesh) keepJoined(ctx context.Context, what string, addresses func(context.Context) ([]string, error)) {
 	pause := joinPauseMin
 	said := ""
+	var hurry time.Time
 	for {
+		lost := m.lost.next()
 		wait := pause/2 + rand.N(pause)
 		err := m.joinOnce(ctx, addresses)
 		if err == nil {
-			wait, pause, said = joinRepeat+rand.N(joinRepeat), joinPauseMin, ""
+			said = ""
 		} else {
 			m.counters.joinFailures.Add(1)
 			if text := err.Error(); text != said && ctx.Err() == nil {
 				m.log.Warn().Err(err).Str("target", what).Msg("cannot join yet, will try on")
 				said = text
 			}
+		}
+		if err != nil || time.Now().Before(hurry) {
 			pause = min(2*pause, joinPauseMax)
+		} else {
+			wait, pause = joinRepeat+rand.N(joinRepeat), joinPauseMin
 		}
 		timer := time.NewTimer(wait)
 		select {
@@ -47,6 +80,9 @@ func (m *Mesh) keepJoined(ctx context.Context, what string, addresses func(conte
 			timer.Stop()
 			return
 		case <-timer.C:
+		case <-lost:
+			timer.Stop()
+			pause, hurry = joinPauseMin, time.Now().Add(joinHurry)
 		}
 	}
 }

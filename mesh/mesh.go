@@ -31,6 +31,7 @@ type Mesh struct {
 	http     *http.Client
 	counters counters
 	closing  atomic.Bool
+	lost     bell // rings when a peer is lost
 
 	dataAddr string
 	cancel   context.CancelFunc
@@ -50,7 +51,8 @@ func New(cfg Config) (*Mesh, error) {
 	m.data = newDataPort(m)
 	m.fills = newFills(m)
 	m.gossip = newGossip(cfg, m.log, map[string]string{tagHTTP: cfg.HTTPAddr, tagRole: cfg.Role, tagVersion: cfg.Version})
-	m.gossip.onUp, m.gossip.onGone = m.peers.up, m.peers.lost
+	m.gossip.onUp = m.peers.up
+	m.gossip.onGone = func(name string) { m.peers.lost(name); m.lost.ring() }
 	m.gossip.name = cfg.NodeID
 	if cfg.TagPause > 0 {
 		m.gossip.pause = func(int) time.Duration { return cfg.TagPause }

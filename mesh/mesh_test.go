@@ -294,3 +294,18 @@ func TestTagsChangeSlowly(t *testing.T) {
 	eventually(t, func() bool { return seen("3") }, "not told")
 	require.GreaterOrEqual(t, told().Sub(first), pause)
 }
+
+// A peer that starts anew at its address, and asks for nobody, is found again by
+// the one that was told of it, long before its next regular attempt.
+func TestAPeerThatStartsAnewIsFoundSoon(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	gossip := a.GossipAddr()
+	before := time.Now()
+	a.stop()
+	waitPeers(t, b, 0)
+	startNode(t, "anew", func(c *Config) { c.GossipAddr = gossip })
+	waitPeers(t, b, 1)
+	require.Equal(t, "anew", b.peers.all()[0].name)
+	require.Less(t, time.Since(before), joinRepeat/2)
+}

@@ -216,9 +216,10 @@ class Sidecar(Process):
         """Return whether the other is among the live peers."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/peers", timeout=2) as r:
-                return other.name in r.read().decode()
+                peers = json.load(r)["peers"]
         except OSError:
             return False
+        return any(p["node_id"] == other.name and p["healthy"] for p in peers)
 
     def metric(self, name: str) -> float:
         """Return one metric; nothing is 0."""
