@@ -110,6 +110,12 @@ class Mesh:
         self.seed += 1
         return list(prompt(N, self.seed))
 
+    def told(self, reader: Party) -> bool:
+        """Return whether a reader's sidecar knows every page of the others'."""
+        others = [p.sidecar for p in self.parties.values() if p is not reader]
+        own = sum(s.metric("membrane_directory_own_pages") for s in others)
+        return bool(reader.sidecar.metric("membrane_directory_pages") == own)
+
     @property
     def processes(self) -> list[Process]:
         """Engines first."""
@@ -198,6 +204,7 @@ def _read_across(mesh: Mesh, writer: Party, reader: Party) -> tuple[Row, Answer,
     ids = mesh.fresh()
     want = reader.fully(ids, salt="recompute")
     written = writer.fully(ids)
+    eventually(lambda: mesh.told(reader), f"that {reader.label} learns of the pages")
     writer.engine.forget()
     registered = reader.registered()
     before, began = port(reader.sidecar), time.monotonic()
