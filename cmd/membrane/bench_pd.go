@@ -31,7 +31,7 @@ as processes of their own with the embedded engine:
                 goroutines, pins, bytes in the arena
 
 Each node of the placements and the hand-over has one processor (GOMAXPROCS=1).
-Needs about 2 GiB of memory and four minutes; with --quick some seconds.`,
+Needs about 2 GiB of memory and eight minutes; with --quick some seconds.`,
 		Example: "  make bench-pd\n  membrane bench pd --quick\n  membrane bench pd --out build/bench   # pd.txt, pd.json, pd.md\n  membrane bench pd --lengths 1024,8192 --rounds 9",
 		Args:    refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
