@@ -327,8 +327,10 @@ func TestDrain(t *testing.T) {
 	c := n.dial(t)
 	c.want("+OK\r\n", "SET", "a", "1")
 	c.send([]byte("*3\r\n$3\r\nSET\r\n$1\r\nb\r\n$5\r\nhe"))
-	require.Eventually(t, func() bool { return n.InFlight() == 1 }, timeout, tick)
+	// A value's length is counted once its command has been let in.
+	require.Eventually(t, func() bool { return n.counter("received_bytes_total") == 1+5 }, timeout, tick)
 	n.Drain()
+	require.Equal(t, 1, n.InFlight())
 	c.send([]byte("llo\r\n"))
 	require.Equal(t, "+OK\r\n", c.reply(), "what is under way goes on")
 	c.fails("draining", "SET", "c", "1")
