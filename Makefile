@@ -101,6 +101,9 @@ bench-core: build ## Measure match, lease, read, store and peer fill
 PROMPTS ?= 15
 # Further flags of `membrane bench serve`.
 SERVE_FLAGS ?=
+# An interpreter that has torch and sees a GPU, and flags for what it runs.
+PINNED_PYTHON ?= python3
+PINNED_FLAGS ?=
 # Where reports, plots and profiles go.
 BENCH_OUT ?= build/bench
 PROFILE_OUT ?= build/profiles
@@ -166,6 +169,10 @@ bench-serve: build ## Load the pinned vLLM with each KV connector in turn, LMCac
 bench-pd: build ## Measure prefill and decode on different nodes, and the hand-over
 	bin/membrane bench pd --out $(BENCH_OUT)
 	$(STATIC) go run ./cmd/benchplot pd $(BENCH_OUT)/pd.json $(BENCH_OUT)
+
+.PHONY: bench-pinned
+bench-pinned: build ## Measure copies between the sidecar's memory and a GPU
+	PYTHONPATH=$(PYTHON_DIR):$(BENCH_PYTHON_DIR) '$(PINNED_PYTHON)' -m membrane_bench.pinned bin/membrane $(PINNED_FLAGS)
 
 # How long requests run under faults, and with which seed (none: a random one,
 # which is printed).

@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from . import wire
 from .client import Client, left_us
-from .shared import Shared
+from .pinned import Driver, PinError
+from .shared import Shared, Unmapped
 from .wire import ANSWER, Type
 
 log = logging.getLogger("membrane_kv")
@@ -164,13 +165,13 @@ class Session:
         registration: wire.Register,
         key: str = "",
         name: str = "",
-        populate: bool = True,
+        driver: Driver | None = None,
     ) -> None:
         self._places = places
         self._registration = registration
         self._key = key
         self._name = name
-        self._populate = populate
+        self._driver = driver
         self._lock = threading.Lock()
         self._queue: collections.deque[tuple[Type, bytes, Callable[[bytes], Any], Call[Any]]]
         self._queue = collections.deque()
@@ -497,9 +498,9 @@ class Session:
             self._later.clear()
             self._up = Up(self._epoch, client.registered, client.shared)
             self._changed.notify_all()
-        if client.shared is not None and self._populate:
+        if client.shared is not None:
             threading.Thread(
-                target=client.shared.populate, name="membrane-populate", daemon=True
+                target=self._prepare, args=(client.shared,), name="membrane-populate", daemon=True
             ).start()
         trouble: Exception | None = None
         try:
@@ -525,6 +526,23 @@ class Session:
             self._say(
                 logging.WARNING, f"membrane: lost the sidecar at {client.endpoint} ({trouble})"
             )
+
+    def _prepare(self, shared: Shared) -> None:
+        shared.populate()
+        if self._driver is None:
+            return
+        began = time.monotonic()
+        try:
+            pinned = shared.pin(self._driver)
+        except Unmapped:
+            pass
+        except PinError as e:
+            log.warning(
+                "membrane: the device does not pin the sidecar's memory (%s); copies are slower", e
+            )
+        else:
+            took = time.monotonic() - began
+            log.info("membrane: pinned %d MiB for the device in %.1f s", pinned >> 20, took)
 
     def _pump(self, client: Client) -> None:
         """Move frames both ways until the connection is lost or stop is called."""

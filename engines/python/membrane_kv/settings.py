@@ -31,6 +31,7 @@ class Settings:
     inbox_slots: pages that may be on their way into the sidecar at a time.
     stats_file: where to write counters, hook times and checksums, as JSON.
     inline: use no shared memory.
+    pin: register the shared memory with the CUDA driver, where blocks lie on a GPU.
     """
 
     sidecar: str = ""
@@ -44,6 +45,7 @@ class Settings:
     inbox_slots: int = 32
     stats_file: str = ""
     inline: bool = False
+    pin: bool = True
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from .pinned import Driver, PinError
+
 Bytes = npt.NDArray[np.uint8]
 
 _POPULATE_STEP = 32 << 20
@@ -36,6 +38,7 @@ class Shared:
         self._lock = threading.Lock()
         self._users = 0
         self._closing = False
+        self._pinned: list[tuple[Driver, int]] = []
 
     @classmethod
     def map(cls, fds: list[int], arena_bytes: int, inbox_bytes: int, slot_bytes: int) -> Shared:
@@ -118,6 +121,10 @@ class Shared:
 
     def _unmap(self) -> None:
         self._arena = self._inbox = None
+        for driver, address in self._pinned:
+            with contextlib.suppress(PinError):
+                driver.unpin(address)
+        self._pinned = []
         for m in self._maps:
             # A view that a traceback still holds keeps the mapping until it goes.
             with contextlib.suppress(BufferError):
@@ -144,3 +151,18 @@ class Shared:
                     if madvise(address, min(_POPULATE_STEP, size - at), _MADV_POPULATE_READ):
                         return
                 at += _POPULATE_STEP
+
+    def pin(self, driver: Driver) -> int:
+        """Register arena and inbox with a device, as far as it takes them. Return their bytes.
+
+        Takes seconds for many gigabytes; `close` lets the memory go. Raises
+        PinError, and Unmapped.
+        """
+        pinned = 0
+        with self.use():
+            for memory, read_only in ((self._arena, True), (self._inbox, False)):
+                if memory is not None:
+                    driver.pin(memory.ctypes.data, memory.nbytes, read_only)
+                    self._pinned.append((driver, memory.ctypes.data))
+                    pinned += memory.nbytes
+        return pinned

@@ -33,6 +33,7 @@ from .device import DevicePool, TorchQueue
 from .facts import Facts, Unsupported
 from .identity import Adapters, scope
 from .jobs import LoadJob, Step
+from .pinned import CudaDriver, Driver, PinError
 from .pool import Pool
 from .record import Recorder, hook
 from .scheduler import Scheduler
@@ -140,14 +141,16 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
         self.recorder.note(off=sentence)
         self._facts = self._scheduler = None
 
-    def _start_session(self, facts: Facts, role: str, rank: int, slots: int) -> Session:
+    def _start_session(
+        self, facts: Facts, role: str, rank: int, slots: int, driver: Driver | None = None
+    ) -> Session:
         s = self._settings
         engine = str(self._kv_transfer_config.engine_id)
         descriptor = facts.descriptor(rank)
         registration = wire.Register(engine, role, facts.model, descriptor, slots, s.inline)
         name = f"{role}-{rank}"
         self.recorder.note(registration=wire.parse_json(registration.pack()))
-        return Session(s.places, registration, s.api_key, f"vllm {name}").start()
+        return Session(s.places, registration, s.api_key, f"vllm {name}", driver).start()
 
     def _start_scheduler(self, facts: Facts) -> None:
         config = self._kv_transfer_config
@@ -405,7 +408,8 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
             raise Unsupported(f"a block has {pool.block_bytes} bytes, not {facts.block_bytes}")
         rank = _tp_rank()
         slots = self._settings.inbox_slots if self._kv_transfer_config.is_kv_producer else 0
-        session = self._start_session(facts, "worker", rank, slots)
+        driver = _driver(tensors[0].device) if self._settings.pin else None
+        session = self._start_session(facts, "worker", rank, slots, driver)
         self._session = session
         shard = facts.descriptor(rank).shard
         self._loader = Loader(session, pool, shard, self._settings, self.recorder)
@@ -518,6 +522,17 @@ def _pool(tensors: list[torch.Tensor]) -> Pool:
     if tensors[0].device.type == "cpu":
         return Pool([f.numpy() for f in flat])
     return DevicePool(flat, TorchQueue(tensors[0].device))
+
+
+def _driver(device: torch.device) -> Driver | None:
+    """Return what pins the sidecar's memory for copies to a device, if something does."""
+    if device.type != "cuda":
+        return None
+    try:
+        return CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
+    except PinError as e:
+        log.warning("membrane: there is no CUDA driver to pin memory with (%s)", e)
+        return None
 
 
 def _tp_rank() -> int:
