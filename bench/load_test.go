@@ -32,10 +32,18 @@ func (p *pipes) Accept() (net.Conn, error) {
 func (p *pipes) Close() error   { return nil }
 func (p *pipes) Addr() net.Addr { return &net.UnixAddr{Name: "pipe", Net: "pipe"} }
 
-func (p *pipes) dial(context.Context, string, string) (net.Conn, error) {
+// dial gives up with its context and the server: a client dials on for a request
+// that has ended.
+func (p *pipes) dial(ctx context.Context, _, _ string) (net.Conn, error) {
 	ours, theirs := net.Pipe()
-	p.conns <- theirs
-	return ours, nil
+	select {
+	case p.conns <- theirs:
+		return ours, nil
+	case <-p.done:
+		return nil, net.ErrClosed
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
 }
 
 // fakeServer serves handler for a load and returns the load. Call it inside a
@@ -48,10 +56,10 @@ func fakeServer(handler http.HandlerFunc) (load, func()) {
 	client := &http.Client{Transport: &http.Transport{DialContext: p.dial}}
 	l := load{client: client, base: "http://fake", model: "m", answer: 3, inFlight: 100, timeout: time.Minute}
 	return l, func() {
-		client.CloseIdleConnections()
 		close(p.done)
+		<-served // every connection is the server's to close from here on
 		_ = server.Close()
-		<-served
+		client.CloseIdleConnections()
 	}
 }
 
