@@ -32,6 +32,7 @@ from membrane_kv.client import Client
 from membrane_kv.device import DevicePool, TorchQueue
 from membrane_kv.pinned import CudaDriver, Driver, PinError
 from membrane_kv.pool import Pool
+from membrane_kv.shared import Shared
 
 LAYERS, LAYER_BYTES, BLOCK = 32, 64 << 10, 64
 PAGE_BYTES = LAYERS * LAYER_BYTES
@@ -163,15 +164,14 @@ def own(device: torch.device, pages: int) -> list[Bytes]:
 
 
 @contextlib.contextmanager
-def registered(driver: Driver, arena: Bytes, inbox: Bytes) -> Iterator[float]:
-    """Keep both registered while the body runs; yield the seconds that it took for a GiB."""
-    with contextlib.ExitStack() as stack:
-        began = time.perf_counter()
-        for memory, read_only in ((arena, True), (inbox, False)):
-            driver.pin(memory.ctypes.data, memory.nbytes, read_only)
-            stack.callback(driver.unpin, memory.ctypes.data)
-        took = time.perf_counter() - began
-        yield took / (arena.nbytes + inbox.nbytes) * (1 << 30)
+def registered(driver: Driver, shared: Shared) -> Iterator[float]:
+    """Keep arena and inbox registered while the body runs; yield the seconds for a GiB."""
+    began = time.perf_counter()
+    try:
+        size = shared.pin(driver)
+        yield (time.perf_counter() - began) / size * (1 << 30)
+    finally:
+        shared.unpin()
 
 
 def cuda(device: torch.device) -> Driver:
@@ -209,7 +209,7 @@ def measure(binary: str, device: torch.device, pages: int, rounds: int) -> dict[
                 bench.download(down[0], few)
                 bench.download(down[1], inbox)
                 try:
-                    with registered(cuda(device), m.arena, m.inbox) as seconds:
+                    with registered(cuda(device), m) as seconds:
                         register.append(seconds)
                         bench.upload(up[2], arena)
                         bench.download(down[2], inbox)

@@ -121,10 +121,7 @@ class Shared:
 
     def _unmap(self) -> None:
         self._arena = self._inbox = None
-        for driver, address in self._pinned:
-            with contextlib.suppress(PinError):
-                driver.unpin(address)
-        self._pinned = []
+        self.unpin()
         for m in self._maps:
             # A view that a traceback still holds keeps the mapping until it goes.
             with contextlib.suppress(BufferError):
@@ -166,3 +163,10 @@ class Shared:
                     self._pinned.append((driver, memory.ctypes.data))
                     pinned += memory.nbytes
         return pinned
+
+    def unpin(self) -> None:
+        """Take back `pin`. No copy to or from a device may run."""
+        for driver, address in self._pinned:
+            with contextlib.suppress(PinError):
+                driver.unpin(address)
+        self._pinned = []
