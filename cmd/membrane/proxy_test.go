@@ -39,7 +39,7 @@ func startPod(t *testing.T, name, role, engineURL string, args ...string) *podUn
 		engineURL = "http://" + at
 	}
 	p.node = startNode(t, append([]string{
-		"-n", name, "--role", role, "--serve-port", "0", "--engine-url", engineURL, "--prefill-threshold", "128", "--prefill-timeout", "4s",
+		"-n", name, "--role", role, "--serve-port", "0", "--engine-url", engineURL, "--prefill-threshold", "96", "--prefill-timeout", fmt.Sprint(twoPrefills),
 	}, args...)...)
 	if at != "" {
 		p.engine = startUntil(t, command(t, "engine", "--openai", "--name", name, "--addr", at, "--sidecar", p.fields["engine_socket"], "--deadline", "2s"), "engine serving")
@@ -308,7 +308,7 @@ func TestPrefillPodsFailAndTheClientDoesNot(t *testing.T) {
 		assert.Positive(t, got.reused, "%s: p2 has prefilled", what)
 	}
 	ask("delay", timeout)
-	ask("hang", 20*time.Second)
+	ask("hang", 5*twoPrefills)
 	failed := d.count(t, decisions("prefill_failed"))
 
 	// The sidecar of p1 stops, then dies.

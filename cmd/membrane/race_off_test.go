@@ -2,4 +2,10 @@
 
 package main
 
-const race = false
+import "time"
+
+const (
+	race = false
+	// twoPrefills is what two pods may take to prefill one after the other.
+	twoPrefills = 4 * time.Second
+)
