@@ -21,6 +21,7 @@ import (
 type conn struct {
 	s    *Server
 	sock *listener.Sock
+	pace *listener.Pace
 	in   *listener.Reader
 
 	raw    [requestSize]byte
@@ -31,9 +32,6 @@ type conn struct {
 	slot   *cache.Slot
 	room   int64 // of Server.receiving
 	sums   cache.PartSums
-
-	began   bool // a request
-	hurried bool // the socket has a read deadline for it
 }
 
 func newConn(s *Server, nc *net.TCPConn) (*conn, error) {
@@ -41,9 +39,8 @@ func newConn(s *Server, nc *net.TCPConn) (*conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &conn{s: s, sock: sock}
-	c.in = listener.NewReader(c, readBuffer)
-	return c, nil
+	pace := listener.NewPace(sock, &s.busy, s.cfg.stallTimeout)
+	return &conn{s: s, sock: sock, pace: pace, in: listener.NewReader(pace, readBuffer)}, nil
 }
 
 // Shut ends the connection, whatever is under way.
@@ -69,13 +66,13 @@ func (c *conn) Run() {
 
 // next reads one request and answers it.
 func (c *conn) next() error {
-	c.began = false
+	c.pace.Await()
 	if len(c.in.Unread()) == 0 {
 		if err := c.in.Fill(); err != nil {
 			return err
 		}
 	}
-	c.began = true
+	c.pace.Begin()
 	if err := c.in.Full(c.raw[:]); err != nil {
 		return err
 	}
@@ -96,32 +93,10 @@ func (c *conn) next() error {
 	default: // LMCache's own server has no list either
 		err = c.answer(false)
 	}
-	if err == nil && c.hurried {
-		c.hurried = false
-		err = c.sock.TCP.SetReadDeadline(time.Time{})
+	if err == nil {
+		err = c.pace.Done()
 	}
 	return err
-}
-
-// Read is the reader's source.
-func (c *conn) Read(p []byte) (int, error) {
-	if c.began {
-		if !c.hurried {
-			if err := c.hurry(0); err != nil {
-				return 0, err
-			}
-		}
-		return c.sock.Read(p)
-	}
-	c.s.busy.Add(-1)
-	defer c.s.busy.Add(1)
-	return c.sock.Read(p)
-}
-
-// hurry sets the deadline for the rest of a request with n bytes of a value.
-func (c *conn) hurry(n int64) error {
-	c.hurried = true
-	return c.sock.TCP.SetReadDeadline(time.Now().Add(c.s.cfg.stallTimeout + time.Duration(n/slowest)*time.Second))
 }
 
 // hangUp counts why a connection cannot go on.
@@ -165,7 +140,7 @@ func (c *conn) put(q *request) (err error) {
 	defer c.abort()
 	n := int64(q.length)
 	if int64(len(c.in.Unread())) < n {
-		if err := c.hurry(n); err != nil {
+		if err := c.pace.Hurry(n); err != nil {
 			return err
 		}
 	}

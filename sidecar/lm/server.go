@@ -24,10 +24,9 @@ const (
 	MaxFromOne     = MaxConnections / 2
 
 	readBuffer = 16 << 10
-	// stallTimeout is how long the rest of a request may be on its way, plus
-	// one second for each slowest bytes of a value.
+	// stallTimeout is how long the rest of a request may be on its way, beside
+	// the time for its value.
 	stallTimeout = 30 * time.Second
-	slowest      = 1 << 20
 	writeTimeout = 10 * time.Second
 	roomTimeout  = 100 * time.Millisecond // the wait for others to receive
 )

@@ -20,6 +20,7 @@ type conn struct {
 	s    *Server
 	id   int64
 	sock *listener.Sock
+	pace *listener.Pace
 	in   *reader
 	out  writer
 
@@ -35,9 +36,7 @@ type conn struct {
 	store   incoming
 	mset    msetResult
 
-	began   bool // a command
-	hurried bool // the socket has a read deadline for it
-	quit    bool
+	quit bool
 }
 
 func newConn(s *Server, nc *net.TCPConn) (*conn, error) {
@@ -45,7 +44,7 @@ func newConn(s *Server, nc *net.TCPConn) (*conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &conn{s: s, id: s.lastID.Add(1), sock: sock}
+	c := &conn{s: s, id: s.lastID.Add(1), sock: sock, pace: listener.NewPace(sock, &s.busy, s.cfg.stallTimeout)}
 	c.in = newReader(c)
 	c.out = writer{s: s, sock: sock, proto: 2, text: make([]byte, 0, writeBuffer)}
 	if s.cfg.Keys == nil {
@@ -78,7 +77,7 @@ func (c *conn) Run() {
 		}
 	}()
 	if !c.known {
-		_ = c.sock.TCP.SetReadDeadline(time.Now().Add(c.s.cfg.greetTimeout))
+		_ = c.pace.Bind(c.s.cfg.greetTimeout)
 	}
 	for !c.quit {
 		err := c.next()
@@ -93,22 +92,18 @@ func (c *conn) Run() {
 
 // next reads one command and runs it.
 func (c *conn) next() error {
-	c.began = false
+	c.pace.Await()
 	if len(c.in.Unread()) == 0 {
 		if err := c.in.Fill(); err != nil {
 			return err
 		}
 	}
-	c.began = true
+	c.pace.Begin()
 	defer c.store.abort() // also when it panics
 	if err := c.command(); err != nil {
 		return err
 	}
-	if c.hurried && c.known {
-		c.hurried = false
-		return c.sock.TCP.SetReadDeadline(time.Time{})
-	}
-	return nil
+	return c.pace.Done()
 }
 
 // Read is the reader's source. Nothing is kept back from somebody who may wait
@@ -117,24 +112,7 @@ func (c *conn) Read(p []byte) (int, error) {
 	if err := c.out.flush(); err != nil {
 		return 0, err
 	}
-	if c.began {
-		if !c.hurried && c.known {
-			if err := c.hurry(0); err != nil {
-				return 0, err
-			}
-		}
-		return c.sock.Read(p)
-	}
-	c.s.busy.Add(-1)
-	defer c.s.busy.Add(1)
-	return c.sock.Read(p)
-}
-
-// hurry sets the deadline for the rest of a command with n bytes of values.
-// Strangers have one already.
-func (c *conn) hurry(n int64) error {
-	c.hurried = true
-	return c.sock.TCP.SetReadDeadline(time.Now().Add(c.s.cfg.stallTimeout + time.Duration(n/slowest)*time.Second))
+	return c.pace.Read(p)
 }
 
 // hangUp ends a connection that cannot go on.
@@ -262,8 +240,8 @@ func grow(b []byte, n int) []byte {
 
 // skip throws away an argument that is not wanted.
 func (c *conn) skip(n int64) error {
-	if n > readBuffer && c.known {
-		if err := c.hurry(n); err != nil {
+	if n > readBuffer {
+		if err := c.pace.Hurry(n); err != nil {
 			return err
 		}
 	}

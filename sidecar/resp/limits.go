@@ -45,10 +45,9 @@ const (
 	keepMemory = 16 << 10
 
 	greetTimeout = 10 * time.Second
-	// stallTimeout is how long the rest of a command may be on its way, plus
-	// one second for each slowest bytes of a value.
+	// stallTimeout is how long the rest of a command may be on its way, beside
+	// the time for its values.
 	stallTimeout = 30 * time.Second
-	slowest      = 1 << 20
 	writeTimeout = 10 * time.Second
 	roomTimeout  = 100 * time.Millisecond // the wait for others to receive
 )

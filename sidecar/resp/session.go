@@ -32,7 +32,7 @@ func (c *conn) login(key []byte) (bad string) {
 	}
 	if stranger {
 		c.s.clients.Met(c)
-		c.hurried = true // ends the deadline of strangers
+		c.pace.Free()
 	}
 	return ""
 }
@@ -110,10 +110,9 @@ func reset(c *conn) {
 	c.out.proto, c.name = 2, ""
 	if c.s.cfg.Keys != nil {
 		c.known, c.identity, c.space = false, auth.Identity{}, nil
-		if c.sock.TCP.SetReadDeadline(time.Now().Add(c.s.cfg.greetTimeout)) != nil {
+		if c.pace.Bind(c.s.cfg.greetTimeout) != nil {
 			c.quit = true
 		}
-		c.hurried = false
 	}
 	c.out.simple("RESET")
 }

@@ -112,7 +112,7 @@ func (c *conn) receive(name []byte, n int64) error {
 	c.prepare(name, n)
 	v := &c.store
 	if int64(len(c.in.Unread())) < n {
-		if err := c.hurry(n); err != nil {
+		if err := c.pace.Hurry(n); err != nil {
 			return err
 		}
 	}
