@@ -26,8 +26,9 @@ import numpy.typing as npt
 
 from . import wire
 from .client import Client, left_us
-from .pinned import Driver, PinError
-from .shared import Shared, Unmapped
+from .frames import Frames
+from .pinned import Driver
+from .shared import Shared
 from .wire import ANSWER, Type
 
 log = logging.getLogger("membrane_kv")
@@ -500,7 +501,10 @@ class Session:
             self._changed.notify_all()
         if client.shared is not None:
             threading.Thread(
-                target=self._prepare, args=(client.shared,), name="membrane-populate", daemon=True
+                target=client.shared.prepare,
+                args=(self._driver,),
+                name="membrane-populate",
+                daemon=True,
             ).start()
         trouble: Exception | None = None
         try:
@@ -527,23 +531,6 @@ class Session:
                 logging.WARNING, f"membrane: lost the sidecar at {client.endpoint} ({trouble})"
             )
 
-    def _prepare(self, shared: Shared) -> None:
-        shared.populate()
-        if self._driver is None:
-            return
-        began = time.monotonic()
-        try:
-            pinned = shared.pin(self._driver)
-        except Unmapped:
-            pass
-        except PinError as e:
-            log.warning(
-                "membrane: the device does not pin the sidecar's memory (%s); copies are slower", e
-            )
-        else:
-            took = time.monotonic() - began
-            log.info("membrane: pinned %d MiB for the device in %.1f s", pinned >> 20, took)
-
     def _pump(self, client: Client) -> None:
         """Move frames both ways until the connection is lost or stop is called."""
         sock = client.sock
@@ -551,7 +538,7 @@ class Session:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         out: collections.deque[memoryview] = collections.deque()
-        incoming = _Frames()
+        incoming = Frames()
         while not self._stopping.is_set():
             wait = self._fill(client, out)
             poll.register(sock, select.POLLIN | (select.POLLOUT if out else 0))
@@ -622,45 +609,3 @@ class Session:
         # Drop calls carry short deadlines, so even an idle session notices.
         if self._pending and time.monotonic() > self._pending[0].call.deadline + _STALL_S:
             raise TimeoutError(f"no answer for {_STALL_S:.0f} s after the deadline")
-
-
-class _Frames:
-    """Cuts a stream into frames."""
-
-    def __init__(self) -> None:
-        self._buf = bytearray(256 << 10)
-        self._begin = 0
-        self._end = 0
-
-    def receive(self, sock: Any) -> None:
-        """Read once. Raises ConnectionError at the end of the stream."""
-        if self._end == len(self._buf):
-            if self._begin:
-                left = self._buf[self._begin : self._end]
-                self._buf[: len(left)] = left
-                self._begin, self._end = 0, len(left)
-            else:
-                # Grows as bytes arrive, not because a length says so.
-                self._buf.extend(bytes(len(self._buf)))
-        n = sock.recv_into(memoryview(self._buf)[self._end :])
-        if n == 0:
-            raise ConnectionError("the sidecar closed the connection")
-        self._end += n
-
-    def frames(self) -> list[tuple[wire.Header, bytes]]:
-        """Return the whole frames that have come, and forget them."""
-        found = []
-        view = memoryview(self._buf)
-        try:
-            while self._end - self._begin >= wire.HEADER_SIZE:
-                header = wire.parse_header(view[self._begin : self._begin + wire.HEADER_SIZE])
-                begin = self._begin + wire.HEADER_SIZE
-                if self._end - begin < header.length:
-                    break
-                found.append((header, bytes(view[begin : begin + header.length])))
-                self._begin = begin + header.length
-        finally:
-            view.release()
-        if self._begin == self._end:
-            self._begin = self._end = 0
-        return found

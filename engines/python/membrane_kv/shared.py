@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from .pinned import Driver, PinError
+
+log = logging.getLogger("membrane_kv")
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -128,10 +132,31 @@ class Shared:
                 m.close()
         self._maps = []
 
+    def prepare(self, driver: Driver | None) -> None:
+        """Populate the arena, then pin all if there is a driver, and say in the log how it went.
+
+        Runs in a thread of its own; ends early when the memory is unmapped.
+        """
+        self.populate()
+        if driver is None:
+            return
+        began = time.monotonic()
+        try:
+            pinned = self.pin(driver)
+        except Unmapped:
+            pass
+        except PinError as e:
+            log.warning(
+                "membrane: the device does not pin the sidecar's memory (%s); copies are slower", e
+            )
+        else:
+            took = time.monotonic() - began
+            log.info("membrane: pinned %d MiB for the device in %.1f s", pinned >> 20, took)
+
     def populate(self) -> None:
         """Fault the arena's pages in, bit by bit, so that no load pays for it.
 
-        Runs in a thread of its own; ends early when the memory is unmapped.
+        Ends early when the memory is unmapped.
         """
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
