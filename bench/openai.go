@@ -22,6 +22,16 @@ type streamed struct {
 	// prompt and cached are the server's counts of the prompt's tokens, cached
 	// those that it says it did not compute.
 	prompt, cached int
+	// reuse is zero but for an embedded engine.
+	reuse reuse
+}
+
+// reuse is what an embedded engine says of the cache.
+type reuse struct {
+	Tokens    int     `json:"reused_tokens"`
+	PeerPages int     `json:"peer_pages"`
+	Reason    string  `json:"miss_reason"`
+	LoadMS    float64 `json:"load_ms"`
 }
 
 // completionBody is the body of POST /v1/completions. Fields that a server
@@ -94,6 +104,7 @@ type event struct {
 	Error *struct {
 		Message string `json:"message"`
 	} `json:"error"`
+	Membrane *reuse `json:"membrane"`
 }
 
 func readEvents(r io.Reader, now func() time.Time) (streamed, error) {
@@ -140,5 +151,8 @@ func (s *streamed) add(e event, at time.Time) {
 		if e.Usage.Details != nil {
 			s.cached = e.Usage.Details.CachedTokens
 		}
+	}
+	if e.Membrane != nil {
+		s.reuse = *e.Membrane
 	}
 }

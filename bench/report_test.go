@@ -62,8 +62,11 @@ func TestReportNamesWhatWasMissedAndWhatWasNotRun(t *testing.T) {
 func TestStreamsAreReadToTheirEnd(t *testing.T) {
 	good := "data: {\"choices\":[{\"token_ids\":[7]}]}\n\n" +
 		"data: {\"choices\":[{\"token_ids\":[8]}],\"membrane\":{\"reused_tokens\":64,\"miss_reason\":\"absent\"}}\n\ndata: [DONE]\n\n"
-	a, err := readStream(strings.NewReader(good), time.Now())
+	begin := time.Unix(1, 0)
+	s, err := readEvents(strings.NewReader(good), func() time.Time { return begin.Add(time.Second) })
 	require.NoError(t, err)
+	a := answerOf(s, begin)
+	assert.Equal(t, time.Second, a.firstToken)
 	assert.Equal(t, []uint32{7, 8}, a.tokens)
 	assert.Equal(t, 64, a.reused)
 	assert.Equal(t, "absent", a.reason)
@@ -72,7 +75,7 @@ func TestStreamsAreReadToTheirEnd(t *testing.T) {
 		"data: {\"error\":{\"message\":\"too long\"}}\n\n": "too long",
 		"data: {not json}\n\n":                             "cannot decode",
 	} {
-		_, err := readStream(strings.NewReader(stream), time.Now())
+		_, err := readEvents(strings.NewReader(stream), time.Now)
 		assert.ErrorContains(t, err, want)
 	}
 }
