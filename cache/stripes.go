@@ -12,7 +12,7 @@ import (
 type stripedMutex struct {
 	sync.RWMutex
 	stripes []stripe
-	mine    sync.Pool // of *stripe; per processor, as far as the pool can
+	mine    sync.Pool // of *reader; per processor, as far as the pool can
 	next    atomic.Uint32
 }
 
@@ -21,8 +21,20 @@ type stripe struct {
 	sync.RWMutex
 	index         int
 	lookups, hits atomic.Uint64
-	_             [208]byte // processors fetch cache lines in pairs
+	last          atomic.Pointer[reader] // that used it
+	_             [200]byte              // processors fetch cache lines in pairs
 }
+
+// reader is a way to a stripe, which one goroutine at a time has. The pool does
+// not know which stripes are taken, so two processors may come to use one: each
+// then finds, look-up by look-up, that the other was there.
+type reader struct {
+	*stripe
+	met int // others, in a row
+}
+
+// maxMet is after how many meetings a reader looks for another stripe.
+const maxMet = 32
 
 // maxStripes bounds what a writer has to take.
 const maxStripes = 8
@@ -32,13 +44,26 @@ func (m *stripedMutex) init() {
 	for i := range m.stripes {
 		m.stripes[i].index = i
 	}
-	m.mine.New = func() any { return &m.stripes[int(m.next.Add(1))%len(m.stripes)] }
+	m.mine.New = func() any { return &reader{stripe: m.another()} }
+}
+
+func (m *stripedMutex) another() *stripe {
+	return &m.stripes[int(m.next.Add(1))%len(m.stripes)]
 }
 
 // reader returns a stripe to read under, which leave takes back.
-func (m *stripedMutex) reader() *stripe { return m.mine.Get().(*stripe) }
+func (m *stripedMutex) reader() *reader { return m.mine.Get().(*reader) }
 
-func (m *stripedMutex) leave(s *stripe) { m.mine.Put(s) }
+func (m *stripedMutex) leave(r *reader) {
+	if r.last.Load() == r {
+		r.met = 0
+	} else if r.last.Store(r); r.met < maxMet {
+		r.met++
+	} else {
+		r.stripe, r.met = m.another(), 0
+	}
+	m.mine.Put(r)
+}
 
 // Lock keeps all others out.
 func (m *stripedMutex) Lock() {
