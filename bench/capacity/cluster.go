@@ -37,11 +37,18 @@ const (
 	// ClusterTarget is the least that five nodes must read of what three do.
 	ClusterTarget = 1.6
 	nodeShare     = 0.2
+	// longer is how many times longer than the others this row is measured: a
+	// node gets its share in pieces of 20 ms every 100 ms, so that a second has
+	// one more or less.
+	longer = 3
 	// readPage is a page in bytes, readPages how many a reader leases at a
 	// time: so many that what it takes is the node's work, not the reader's.
 	readPage  = 16 << 10
 	readPages = 64
 	tokens    = 16
+	// prompts is how many a reader goes through: 16 MiB at each node, so that
+	// three nodes do not fit into the processors' own caches either.
+	prompts = 16
 )
 
 // RunCluster starts sidecars in one mesh that have a fifth of a core each, and
@@ -110,7 +117,7 @@ func (c *Cluster) measure(ctx context.Context, nodes []*bench.Node, rounds int, 
 		for k, n := range []int{smallCluster, largeCluster} {
 			var err error
 			before, began := cpu(nodes[:n]), time.Now()
-			if rate[k], err = together(ctx, readers[:n], each); err != nil {
+			if rate[k], err = together(ctx, readers[:n], longer*each); err != nil {
 				return err
 			}
 			had[k] = (cpu(nodes[:n]) - before).Seconds() / time.Since(began).Seconds() / nodeShare / float64(n)
@@ -158,13 +165,18 @@ func together(ctx context.Context, readers []*reader, each time.Duration) (float
 	return float64(total) / time.Since(began).Seconds(), errors.Join(errs...)
 }
 
-// reader is one engine at one node that reads the pages of one prompt.
+// reader is one engine at one node that reads the pages of its prompts.
 type reader struct {
-	client *kvwire.Client
+	client  *kvwire.Client
+	prompts [prompts]prompt
+	locs    []kvwire.Location
+	turn    int
+}
+
+// prompt is one that was stored.
+type prompt struct {
 	tokens []byte
-	locs   []kvwire.Location
 	sums   []kvwire.Checksum
-	turn   int
 }
 
 func newReader(ctx context.Context, n *bench.Node, index int) (*reader, error) {
@@ -173,18 +185,21 @@ func newReader(ctx context.Context, n *bench.Node, index int) (*reader, error) {
 		return nil, err
 	}
 	r := &reader{client: c}
-	for i := range readPages * tokens {
-		r.tokens = binary.LittleEndian.AppendUint32(r.tokens, uint32(index<<20|i))
-	}
-	if err := r.fill(ctx, reg); err != nil {
-		r.close()
-		return nil, err
+	for k := range r.prompts {
+		p := &r.prompts[k]
+		for i := range readPages * tokens {
+			p.tokens = binary.LittleEndian.AppendUint32(p.tokens, uint32(index<<20|k<<12|i))
+		}
+		if err := r.fill(ctx, reg, p); err != nil {
+			r.close()
+			return nil, err
+		}
 	}
 	return r, nil
 }
 
-func (r *reader) fill(ctx context.Context, reg kvwire.Registered) error {
-	l, err := r.match(ctx)
+func (r *reader) fill(ctx context.Context, reg kvwire.Registered, p *prompt) error {
+	l, err := r.match(ctx, p)
 	if err != nil {
 		return err
 	}
@@ -205,7 +220,7 @@ func (r *reader) fill(ctx context.Context, reg kvwire.Registered) error {
 			return fmt.Errorf("cannot store page %d: status %d, %s", i, s.Status, s.Reason)
 		}
 		for k := range r.client.Slot(s.Slot)[:readPage] {
-			r.client.Slot(s.Slot)[k] = byte(i + k)
+			r.client.Slot(s.Slot)[k] = byte(i+k) ^ p.tokens[1] // other bytes for each prompt
 		}
 		commits = append(commits, kvwire.Commit{PageRef: refs[i], Slot: s.Slot})
 	}
@@ -217,20 +232,22 @@ func (r *reader) fill(ctx context.Context, reg kvwire.Registered) error {
 		if d.Status != kvwire.StoreStored {
 			return fmt.Errorf("cannot store page %d: status %d, %s", i, d.Status, d.Reason)
 		}
-		r.sums = append(r.sums, d.Sum)
+		p.sums = append(p.sums, d.Sum)
 	}
 	return r.client.Drop(ctx, l.Handle)
 }
 
-func (r *reader) match(ctx context.Context) (kvwire.Leased, error) {
-	l, err := r.client.Match(ctx, kvwire.Match{DeadlineUS: 20e6, LeaseMS: 60_000, Flags: kvwire.MatchLocal, Tokens: r.tokens}, r.locs[:0])
+func (r *reader) match(ctx context.Context, p *prompt) (kvwire.Leased, error) {
+	l, err := r.client.Match(ctx, kvwire.Match{DeadlineUS: 20e6, LeaseMS: 60_000, Flags: kvwire.MatchLocal, Tokens: p.tokens}, r.locs[:0])
 	r.locs = l.Locations
 	return l, err
 }
 
-// read leases the pages, looks at them and releases them.
+// read leases the pages of the next prompt, looks at them and releases them.
 func (r *reader) read(ctx context.Context) error {
-	l, err := r.match(ctx)
+	r.turn++
+	p := &r.prompts[r.turn%prompts]
+	l, err := r.match(ctx, p)
 	if err != nil {
 		return err
 	}
@@ -238,14 +255,14 @@ func (r *reader) read(ctx context.Context) error {
 		return fmt.Errorf("%d of %d pages are held (%s)", l.Pages, readPages, l.Reason)
 	}
 	for i, at := range l.Locations {
-		if at.Sum != r.sums[i] {
+		if at.Sum != p.sums[i] {
 			return fmt.Errorf("page %d is not the one that was stored", i)
 		}
 	}
-	r.turn = (r.turn + 1) % readPages
-	at := l.Locations[r.turn]
+	page := r.turn % readPages
+	at := l.Locations[page]
 	if kvwire.Sum(r.client.Arena()[at.Offset:at.Offset+at.Length]) != at.Sum {
-		return fmt.Errorf("page %d has wrong bytes", r.turn)
+		return fmt.Errorf("page %d has wrong bytes", page)
 	}
 	outcome, err := r.client.Release(ctx, kvwire.Release{Lease: l.Lease})
 	if err != nil {

@@ -82,6 +82,9 @@ const (
 	Predecessor = 8.1e6
 	// ScalingTarget is the least that two processors must do of one.
 	ScalingTarget = 1.8
+	// turns is in how many pieces a round measures each of both, in turn: a
+	// processor's speed on a shared machine changes within a second.
+	turns = 10
 	// LeastGot is the part of its processors that a row needs to be judged.
 	LeastGot = 0.9
 )
@@ -117,10 +120,14 @@ func RunInProcess(ctx context.Context, rounds int, each time.Duration, say func(
 				return nil, err
 			}
 			var rate, had [3]float64
-			for n := 1; n <= 2; n++ {
-				if rate[n], had[n], err = reads(s, hashes, op, n, each); err != nil {
+			for i := range 2 * turns {
+				n := 1 + i%2
+				r, h, err := reads(s, hashes, op, n, each/turns)
+				if err != nil {
 					return nil, fmt.Errorf("cannot measure %s: %w", op.Name, err)
 				}
+				rate[n] += r / turns
+				had[n] += h / turns
 			}
 			one, two, ratio = append(one, rate[1]), append(two, rate[2]), append(ratio, rate[2]/rate[1])
 			share = append(share, min(had[1], had[2]))

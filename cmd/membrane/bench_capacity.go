@@ -72,7 +72,7 @@ Where processes cannot be limited, the row says why it was not run.`,
 	flags := cmd.Flags()
 	flags.BoolVar(&inProcess, "in-process", false, "only lookups in this process")
 	flags.BoolVar(&cluster, "cluster", false, "only the clusters of sidecars")
-	flags.IntVar(&rounds, "rounds", 7, "how often every figure is taken")
+	flags.IntVar(&rounds, "rounds", 15, "how often every figure is taken")
 	flags.DurationVar(&each, "each", time.Second, "how long each figure is measured a round")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
 	for _, short := range []string{"json", "markdown"} {
