@@ -1,7 +1,8 @@
 """The scheduler's side of a connector: what is promised, loaded and stored, per request.
 
-No method waits for the sidecar or touches a socket. All run in the engine's
-scheduler thread; answers from the sidecar are looked at there too.
+No method touches a socket. Only `match` waits for the sidecar, a few milliseconds
+a step at most, and `reset`. All run in the engine's scheduler thread; answers from
+the sidecar are looked at there too.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class Scheduler:
         self._requests: dict[str, _Request] = {}
         self._asking: dict[str, _Request] = {}
         self._jobs: list[LoadJob] = []
+        self._patience = settings.match_wait_ms / 1e3  # in seconds, left of this step
         self._late: collections.deque[tuple[_Request, int, int, int, wire.Leased]]
         self._late = collections.deque()
 
@@ -164,7 +166,21 @@ class Scheduler:
                 self._ask(r, computed, num_tokens)  # for the chain alone, nobody waits for it
             return offer
         self._ask(r, computed, num_tokens)
-        return 0 if r.asking is None or not r.reads else None
+        if r.asking is None or not r.reads:
+            return 0
+        # To be asked again costs the request a step, which may take much longer.
+        if not self._answered_soon(r.asking):
+            return None
+        self._absorb(r)
+        return self._offer(r, computed, num_tokens, True)
+
+    def _answered_soon(self, call: Call[wire.Leased]) -> bool:
+        """Wait for an answer while this step has patience left; return whether it is there."""
+        began = time.monotonic()
+        if self._patience > 0:
+            call.pause(self._patience)
+            self._patience -= time.monotonic() - began
+        return call.done()
 
     def _offer(self, r: _Request, computed: int, num_tokens: int, fresh: bool) -> int | None:
         """Return what can be promised now, or None when the sidecar should be asked."""
@@ -356,6 +372,7 @@ class Scheduler:
         tokens known); `blocks(id)` returns a request's block ids. Raises what
         they raise, after the loads were taken into `Step`: see `loads`.
         """
+        self._patience = self._settings.match_wait_ms / 1e3
         self._take_late()
         stores: list[StoreJob] = []
         for request_id, computed, known in scheduled:

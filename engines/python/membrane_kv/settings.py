@@ -19,6 +19,9 @@ class Settings:
     localhost:7600).
     match_deadline_ms: how long a request may wait for the answer to its match,
     which includes fetching pages from peers.
+    match_wait_ms: how long the scheduler of vLLM may wait for such answers in
+    one step, all together; whose answer is not there by then is asked about
+    again in the next one. 0 never waits.
     load_deadline_ms: how long a load may wait for the sidecar. Copying is not
     counted.
     store_deadline_ms: how long one step may wait to hand pages over. Pages
@@ -36,6 +39,7 @@ class Settings:
 
     sidecar: str = ""
     match_deadline_ms: float = 500.0
+    match_wait_ms: float = 2.0
     load_deadline_ms: float = 2000.0
     store_deadline_ms: float = 200.0
     lease_ms: int = 10_000
@@ -69,6 +73,8 @@ class Settings:
         for name in ("match_deadline_ms", "load_deadline_ms", "store_deadline_ms", "lease_ms"):
             if not 1 <= getattr(s, name) <= 600_000:
                 raise ValueError(f"{name} is {getattr(s, name)}, not between 1 and 600000")
+        if not 0 <= s.match_wait_ms <= 100:
+            raise ValueError(f"match_wait_ms is {s.match_wait_ms}, not between 0 and 100")
         if not 1 <= s.inbox_slots <= 4096:
             raise ValueError(f"inbox_slots is {s.inbox_slots}, not between 1 and 4096")
         if s.verify not in ("grant", "all"):

@@ -6,9 +6,9 @@ Set it with --kv-transfer-config
 "kv_connector_extra_config": {...}}, see `settings.Settings` for the last.
 
 Loads are asynchronous only: nothing is computed on top of a page before it is
-known to be right. A hook never waits for the sidecar but for the end of
-`wait_for_save`, which waits the store deadline at most, and lets no exception
-out: one kills the engine.
+known to be right. Two hooks wait for the sidecar: `get_num_new_matched_tokens`, a
+few milliseconds a step, and the end of `wait_for_save`, the store deadline at most.
+None lets an exception out: one kills the engine.
 """
 
 from __future__ import annotations

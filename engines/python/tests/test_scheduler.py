@@ -91,7 +91,41 @@ def rig(sidecar: FakeSidecar, sessions: Start) -> Rig:
     return Rig(sidecar, sessions)
 
 
-def test_first_answer_is_none_and_costs_no_time(rig: Rig) -> None:
+def test_answer_that_comes_soon_is_the_first(sidecar: FakeSidecar, sessions: Start) -> None:
+    rig = Rig(sidecar, sessions, Settings(match_wait_ms=100))
+    rig.fill(3)
+    for name, held in (("a", 192), ("b", 192), ("c", 0)):
+        rig.add(name, 200, "other" if name == "c" else None)
+        assert rig.s.match(name, 0, 200, 0) == held
+    assert rig.s.match("a", 0, 200, 0) == 192
+    assert sidecar.seen.count(Type.MATCH) == 3
+    assert rig.recorder.count("matches") == 3
+
+
+def test_a_step_waits_for_answers_only_so_long(sidecar: FakeSidecar, sessions: Start) -> None:
+    rig = Rig(sidecar, sessions, Settings(match_wait_ms=50))
+    sidecar.delay[Type.MATCH] = 0.2
+    for n, step in enumerate((("a", "b", "c"), ("d",))):
+        began = time.monotonic()
+        for name in step:
+            rig.add(name, 200)
+            assert rig.s.match(name, 0, 200, 0) is None
+        assert 0.05 <= time.monotonic() - began < 0.15, "one wait a step"
+        rig.s.step([], lambda _: [], n == 0)
+
+
+def test_without_patience_nobody_waits(
+    sidecar: FakeSidecar, sessions: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(sidecar, sessions, Settings(match_wait_ms=0))
+    monkeypatch.setattr("membrane_kv.session.Call.pause", lambda *_: pytest.fail("waits"))
+    sidecar.delay[Type.MATCH] = 0.02
+    rig.add("a", 200)
+    assert rig.s.match("a", 0, 200, 0) is None
+    assert rig.match("a") == 0
+
+
+def test_answer_that_takes_its_time_is_none_first(rig: Rig) -> None:
     rig.add("a", 200)
     rig.sidecar.delay[Type.MATCH] = 0.1
     began = time.monotonic()
@@ -170,9 +204,12 @@ def test_lease_that_grows_old_is_renewed(sidecar: FakeSidecar, sessions: Start) 
     rig.fill(3)
     rig.add("a", 200)
     assert rig.match("a") == 192
-    eventually(lambda: rig.s.match("a", 0, 200, 0) is None)
-    assert rig.match("a") == 192
-    assert sidecar.seen.count(Type.LEASE) == 1
+
+    def renewed() -> bool:
+        assert rig.match("a") == 192
+        return bool(sidecar.seen.count(Type.LEASE) == 1)
+
+    eventually(renewed)
     rig.answered()
     assert len(sidecar.leases) == 1
 
