@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 BATCHES = (1, 8)  # chunks of one LMCache request
+MIN_SIZE = 64 << 10  # that sizes of values are multiples of
+MAX_KEYS = 1 << 13  # of one size
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 16
 LAYERS = 4
@@ -183,6 +185,8 @@ class LMCacheClient:
             num_blocks=blocks,
             block_size=BLOCK_TOKENS,
         )
+        if self.bench is not None:  # one engine has one number, and one pool
+            self.bench.close()
         self.bench = ServerBenchClient(config, lambda line: print(line, file=sys.stderr))
         self.bench.start()
 
@@ -192,7 +196,11 @@ class LMCacheClient:
         self.bench._config = dataclasses.replace(
             self.bench._config, num_tokens=batch * CHUNK_TOKENS
         )
-        sequence = key * len(BATCHES) + BATCHES.index(batch)
+        if batch not in BATCHES:
+            raise ValueError(f"this client reads {BATCHES} values at a time, not {batch}")
+        # What was loaded of other sizes stays in the server, under other names.
+        size = self.payloads.size if self.payloads else 0
+        sequence = (size // MIN_SIZE * MAX_KEYS + key) * len(BATCHES) + BATCHES.index(batch)
         request = self.bench.create_request(sequence, f"{kind}-{self.requests}", kind)
         return dataclasses.replace(request, block_offset=key * CHUNK_TOKENS // BLOCK_TOKENS)
 
