@@ -37,9 +37,8 @@ const (
 	// ClusterTarget is the least that five nodes must read of what three do.
 	ClusterTarget = 1.6
 	nodeShare     = 0.2
-	// longer is how many times longer than the others this row is measured: a
-	// node gets its share in pieces of 20 ms every 100 ms, so that a second has
-	// one more or less.
+	// longer is how many times each a cluster is measured: a node gets its share
+	// in pieces of 20 ms every 100 ms, so that a second has one more or less.
 	longer = 3
 	// readPage is a page in bytes, readPages how many a reader leases at a
 	// time: so many that what it takes is the node's work, not the reader's.
@@ -54,7 +53,8 @@ const (
 // RunCluster starts sidecars in one mesh that have a fifth of a core each, and
 // matches, leases and releases resident pages at all at once. A node finds each
 // page and checks its bytes; the reader, who has no share of his own, looks at
-// one page of each lease in shared memory. Where processes cannot be limited the
+// one page of each lease in shared memory. A round takes three times each for
+// either size, since a node gets its share in pieces. Where processes cannot be limited the
 // answer says why.
 func RunCluster(ctx context.Context, binaryPath string, rounds int, each time.Duration, say func(string)) (Cluster, error) {
 	out := Cluster{Share: nodeShare}

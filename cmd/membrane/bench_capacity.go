@@ -73,7 +73,7 @@ Where processes cannot be limited, the row says why it was not run.`,
 	flags.BoolVar(&inProcess, "in-process", false, "only lookups in this process")
 	flags.BoolVar(&cluster, "cluster", false, "only the clusters of sidecars")
 	flags.IntVar(&rounds, "rounds", 15, "how often every figure is taken")
-	flags.DurationVar(&each, "each", time.Second, "how long each figure is measured a round")
+	flags.DurationVar(&each, "each", time.Second, "how long each figure is measured a round; clusters three times as long")
 	flags.BoolVar(&strict, "strict", false, "exit 1 when a target is missed")
 	for _, short := range []string{"json", "markdown"} {
 		flags.BoolFunc(short, "print as "+short, func(string) error { output = short; return nil })
