@@ -65,14 +65,12 @@ func (s *Server) around(method string, err *error) func() {
 			s.cfg.Log.Error().Interface("panic", p).Str("method", method).Bytes("stack", debug.Stack()).Msg("a call failed")
 			*err = status.Error(codes.Internal, "the sidecar failed; its log says how")
 		}
-		if work {
-			s.inFlight.Add(-1)
-		}
 		name := method[strings.LastIndexByte(method, '/')+1:]
 		m := s.cfg.Metrics
 		m.GetOrCreateCounter(fmt.Sprintf(`membrane_grpc_calls_total{method=%q,code=%q}`, name, status.Code(*err))).Inc()
 		if work {
 			m.GetOrCreatePrometheusHistogram(fmt.Sprintf(`membrane_grpc_call_duration_seconds{method=%q}`, name)).UpdateDuration(began)
+			s.inFlight.Add(-1) // last: who sees it ended sees it counted
 		}
 	}
 }

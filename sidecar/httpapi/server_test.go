@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -461,4 +462,20 @@ func FuzzReconstruct(f *testing.F) {
 			require.NotEmpty(t, answer["detail"])
 		}
 	})
+}
+
+// Who sees that nothing is under way finds every request in the counters.
+func TestRequestsEndAfterTheyAreCounted(t *testing.T) {
+	t.Parallel()
+	var under atomic.Pointer[api]
+	seen := make(chan int, 1)
+	log := zerolog.New(io.Discard).Hook(zerolog.HookFunc(func(_ *zerolog.Event, _ zerolog.Level, message string) {
+		if a := under.Load(); message == "request" && a != nil {
+			seen <- a.InFlight()
+		}
+	}))
+	a := newAPI(t, nil, func(c *Config) { c.Log = log })
+	under.Store(a)
+	require.Equal(t, 200, a.do(t, "GET", "/livez", "").code)
+	assert.Equal(t, 1, <-seen)
 }

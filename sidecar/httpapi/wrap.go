@@ -34,6 +34,7 @@ func (s *Server) wrap(name string, need auth.Scope, h handler) fasthttp.RequestH
 	return func(c *fasthttp.RequestCtx) {
 		began := time.Now()
 		s.inFlight.Add(1)
+		defer s.inFlight.Add(-1) // last: who sees it ended sees it counted
 		id := requestID(c)
 		defer func() {
 			if p := recover(); p != nil {
@@ -41,7 +42,6 @@ func (s *Server) wrap(name string, need auth.Scope, h handler) fasthttp.RequestH
 				c.Response.ResetBody()
 				fail(c, http.StatusInternalServerError, "internal", "", "the sidecar failed; its log has the request id")
 			}
-			s.inFlight.Add(-1)
 			e.count(c, began)
 			if line := s.cfg.Log.Debug(); line.Enabled() {
 				line.Str("request_id", id).Bytes("method", c.Method()).Str("endpoint", name).

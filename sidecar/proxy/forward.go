@@ -103,8 +103,8 @@ func (f *flight) end() {
 	}
 	f.stop()
 	f.s.bodies.Release(f.taken)
-	f.s.inFlight.Add(-1)
 	f.s.count.answered(f.route, f.c.Response.StatusCode(), f.began)
+	f.s.inFlight.Add(-1) // last: who sees it ended sees it counted
 }
 
 // rescue ends the flight of a handler that panics, which goes on.
