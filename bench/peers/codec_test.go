@@ -82,6 +82,12 @@ func (s *store) drop(key string) bool {
 	return ok
 }
 
+func (s *store) len() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.m)
+}
+
 // serveRESP understands GET, SET and DEL.
 func (s *store) serveRESP(c net.Conn) {
 	r := bufio.NewReader(c)

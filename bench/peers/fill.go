@@ -115,25 +115,44 @@ func (r *run) unfill(ctx context.Context, s *system) error {
 		return err
 	}
 	defer func() { _ = conn.Close() }()
-	if err := conn.Drop(0, r.payloads.Len()); err != nil && !errors.Is(err, errNoDrop) {
+	if err := r.empty(s, conn); err != nil {
 		return err
 	}
-	delete(r.filled, s.store)
 	return on.rest(ctx)
+}
+
+// empty drops what fill stored, by a connection that is open. A store that may
+// have lost some of it is emptied, too: what stayed would push out what the
+// next cell writes.
+func (r *run) empty(s *system, conn Conn) error {
+	if !r.filled[s.store] {
+		return nil
+	}
+	delete(r.filled, s.store)
+	return drop(conn, 0, r.payloads.Len())
+}
+
+// drop drops n keys, if the protocol can.
+func drop(conn Conn, first, n int) error {
+	if err := conn.Drop(first, n); !errors.Is(err, errNoDrop) {
+		return err
+	}
+	return nil
 }
 
 // passes measures a write cell: passes of the same number of new keys, dropped
 // after each, so that nothing is overwritten or evicted. Only the passes are
 // timed.
-func (r *run) passes(ctx context.Context, c cell, s *system, on *running, streams []*stream) (measurement, error) {
-	if r.filled[s.store] {
-		if err := streams[0].conn.Drop(0, r.payloads.Len()); err != nil && !errors.Is(err, errNoDrop) {
-			return measurement{}, err
-		}
-		delete(r.filled, s.store)
+func (r *run) passes(ctx context.Context, c cell, s *system, on *running, streams []*stream) (total measurement, err error) {
+	if err := r.empty(s, streams[0].conn); err != nil {
+		return total, err
 	}
+	defer func() {
+		if err != nil {
+			_ = dropWritten(streams) // as far as its connections still work
+		}
+	}()
 	per := max(1, r.sizing.written/c.Size/c.Streams/c.Batch) * c.Batch
-	var total measurement
 	var cpu time.Duration
 	const most = 50
 	for pass := 0; pass <= most && (pass == 0 || total.elapsed < r.opts.Duration); pass++ {
@@ -204,7 +223,7 @@ func readBack(streams []*stream, n int) error {
 func dropWritten(streams []*stream) error {
 	for _, s := range streams {
 		for at := 0; at < s.next; at += chainPages {
-			if err := s.conn.Drop(newKeyOf(s.id, at), min(chainPages, s.next-at)); err != nil && !errors.Is(err, errNoDrop) {
+			if err := drop(s.conn, newKeyOf(s.id, at), min(chainPages, s.next-at)); err != nil {
 				return err
 			}
 		}

@@ -311,6 +311,33 @@ func TestQuickRunOfMixedLoadsMetadataAndMemory(t *testing.T) {
 	assert.InDelta(t, 1.2, ratios[opMemory], 0.2, "memory for each byte held")
 }
 
+// What a cell leaves behind would push out what the next one writes.
+func TestCellsLeaveNothingInASystem(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	held := newStore()
+	addr := fake(t, held.serveRESP)
+	s := &system{name: "fake", store: "fake", open: func(ctx context.Context, _ *running, _ opening) (Conn, error) {
+		return dialRESP(ctx, addr, "k:")
+	}}
+	on := &running{server: selfAs(t, "empty")}
+	r := &run{
+		payloads: payloads(t, 16, testSize), opts: Options{Duration: time.Millisecond, Seed: 1},
+		filled: map[string]bool{}, sizing: sizing{budget: 16 * testSize, written: 32 * testSize},
+	}
+	for _, op := range []string{opMixed, opSet, opAside} {
+		require.NoError(t, r.fill(ctx, s, on), op)
+		require.Equal(t, 16, held.len(), op)
+		_, err := r.timed(ctx, 0, cell{Op: op, Size: testSize, Batch: 1, Streams: 2}, s, on)
+		require.NoError(t, err, op)
+		assert.Zero(t, held.len(), op)
+	}
+	held.flip = true
+	_, err := r.timed(ctx, 0, cell{Op: opSet, Size: testSize, Batch: 1, Streams: 2}, s, on)
+	assert.ErrorAs(t, err, new(*MixedUpError))
+	assert.Zero(t, held.len(), "a pass that failed")
+}
+
 func TestPythonClientsAreAskedLineByLine(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()

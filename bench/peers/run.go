@@ -200,9 +200,6 @@ func (r *run) round(ctx context.Context, round int, cells []cell) error {
 				return fmt.Errorf("cannot measure %q of %s: %w", c, s.name, err)
 			}
 		}
-		if c.Op == opSet {
-			r.filled = map[string]bool{}
-		}
 	}
 	return r.changeSize(ctx, size, cell{})
 }
@@ -311,13 +308,9 @@ func (r *run) timed(ctx context.Context, round int, c cell, s *system, on *runni
 	}
 	switch c.Op {
 	case opMixed:
-		err = dropWritten(streams)
-		delete(r.filled, s.store) // dropping may drop all
+		err = errors.Join(dropWritten(streams), r.empty(s, streams[0].conn))
 	case opAside:
-		delete(r.filled, s.store)
-		if err = streams[0].conn.Drop(asideKeys, streams[0].keys.resident); errors.Is(err, errNoDrop) {
-			err = nil
-		}
+		err = errors.Join(drop(streams[0].conn, asideKeys, streams[0].keys.resident), r.empty(s, streams[0].conn))
 	}
 	if s.name == sysShm && c.Op == opGet && c.Streams == 1 {
 		return m, errors.Join(err, r.copyLeased(ctx, streams[0]))
