@@ -137,7 +137,7 @@ func TestStaleVerdictsAreIgnored(t *testing.T) {
 
 // A cache full of one size makes room for another.
 func TestOtherSizesFindRoom(t *testing.T) {
-	c := open(t, Config{Budget: 32 << 20, AllocWait: time.Second})
+	c := open(t, Config{Budget: 32 << 20, AllocWait: 10 * time.Second})
 	s := space(t, c, "a")
 	i := 0
 	for _, n := range []int{4 << 10, 3 << 20, 100, 1 << 20, 96 << 10, 6 << 20, 4 << 10} {
