@@ -72,6 +72,19 @@ func TestMatchAnswersByItsDeadline(t *testing.T) {
 	require.NoError(t, c.Ping(within(t)))
 }
 
+// A deadline that is over before a peer is asked is why pages are missing; they
+// are absent where no peer was to be asked.
+func TestMatchThatIsLateBeforeItAsksSaysSo(t *testing.T) {
+	t.Parallel()
+	p := newPort(t, func(c *Config) {
+		c.Fill = fillFunc(func(context.Context, FillRequest) (int, kvwire.Reason) { return 0, kvwire.ReasonCorrupt })
+	})
+	c := attach(t, p.socket, registration("e"))
+	for us, want := range map[uint32]kvwire.Reason{0: kvwire.ReasonAbsent, 1: kvwire.ReasonDeadline, 10e6: kvwire.ReasonCorrupt} {
+		assert.Equal(t, want, match(t, c, kvwire.Match{Tokens: tokens(128, 0), DeadlineUS: us}).Reason, "%d µs", us)
+	}
+}
+
 // Invariant 7: an answer with fewer pages than were asked for says why, and
 // counts it, also where a peer gives no reason.
 func TestEveryMissHasAReason(t *testing.T) {

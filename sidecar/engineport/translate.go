@@ -69,7 +69,13 @@ func (c *conn) fill(p *cache.Prefix, wanted []kvwire.Hash, why kvwire.Reason, de
 	missing := wanted[p.Pages():]
 	until := by(deadline)
 	want := missing[:min(len(missing), c.room(p))]
-	if len(want) == 0 || !time.Now().Before(until) {
+	if len(want) == 0 {
+		return 0, why
+	}
+	if !time.Now().Before(until) {
+		if deadline.After(c.arrived) { // else no peer was to be asked
+			why = kvwire.ReasonDeadline
+		}
 		return 0, why
 	}
 	if !guard.matchDeadline() {
