@@ -332,7 +332,23 @@ func TestCellsLeaveNothingInASystem(t *testing.T) {
 		require.NoError(t, err, op)
 		assert.Zero(t, held.len(), op)
 	}
-	held.flip = true
+	require.NoError(t, r.fill(ctx, s, on))
+	for key := range held.m {
+		held.drop(key) // as a system that evicts does
+		break
+	}
+	s.product = &product{name: "fake"}
+	r.running, r.results = map[*product]*running{s.product: on}, map[rowKey]*result{}
+	r.opts.Progress = func(string) {}
+	get := getCell(testSize, 1, 1)
+	get.HitPercent = 100
+	r.opts.Duration = 50 * time.Millisecond
+	require.NoError(t, r.one(ctx, 0, get, s))
+	assert.Contains(t, r.result(get, s).why, "is gone")
+	assert.Zero(t, held.len(), "what is left is not taken for all")
+	assert.False(t, r.filled["fake"])
+
+	r.opts.Duration, held.flip = time.Millisecond, true
 	_, err := r.timed(ctx, 0, cell{Op: opSet, Size: testSize, Batch: 1, Streams: 2}, s, on)
 	assert.ErrorAs(t, err, new(*MixedUpError))
 	assert.Zero(t, held.len(), "a pass that failed")

@@ -261,6 +261,10 @@ func (r *run) one(ctx context.Context, round int, c cell, s *system) error {
 	// A system that fails has a row that says so.
 	r.opts.Progress(fmt.Sprintf("%s, %s: %v", s.name, c, err))
 	res.why = reason(err)
+	// It may have lost some of its values, which other cells ask for.
+	if err := r.unfill(ctx, s); err != nil {
+		delete(r.filled, s.store)
+	}
 	return nil
 }
 
