@@ -36,8 +36,10 @@ type ClientOptions struct {
 // and the caller dials again.
 //
 // Its methods may be called by several goroutines; calls on one Client follow
-// each other. A call ends at its context's deadline at the latest. Slices
-// returned by Arena and Inbox are invalid after Close.
+// each other. A call ends at its context's deadline at the latest; a context
+// that is cancelled before it ends only a call that has not been sent, since
+// half of an exchange would leave the connection of no use. Slices returned by
+// Arena and Inbox are invalid after Close.
 type Client struct {
 	opts  ClientOptions
 	hello HelloAnswer
