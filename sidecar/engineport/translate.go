@@ -20,7 +20,7 @@ const translateStep = 64 << 20
 // the next page is missing.
 func (c *conn) complete(p *cache.Prefix, a ask, wanted []kvwire.Hash, why kvwire.Reason) (brought int, _ kvwire.Reason) {
 	e := c.eng
-	peers := a.flags&kvwire.MatchLocal == 0 && c.s.cfg.Fill != nil
+	peers := a.flags&kvwire.MatchLocal == 0 && c.s.cfg.Fill != nil && a.deadline.After(c.arrived) // see deadline
 	for {
 		before := p.Pages()
 		if why == kvwire.ReasonLayout || why == kvwire.ReasonIncomplete {
@@ -73,10 +73,7 @@ func (c *conn) fill(p *cache.Prefix, wanted []kvwire.Hash, why kvwire.Reason, de
 		return 0, why
 	}
 	if !time.Now().Before(until) {
-		if deadline.After(c.arrived) { // else no peer was to be asked
-			why = kvwire.ReasonDeadline
-		}
-		return 0, why
+		return 0, kvwire.ReasonDeadline
 	}
 	if !guard.matchDeadline() {
 		until = until.Add(time.Second)
