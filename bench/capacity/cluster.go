@@ -54,8 +54,8 @@ const (
 // matches, leases and releases resident pages at all at once. A node finds each
 // page and checks its bytes; the reader, who has no share of his own, looks at
 // one page of each lease in shared memory. A round takes three times each for
-// either size, since a node gets its share in pieces. Where processes cannot be limited the
-// answer says why.
+// either size, since a node gets its share in pieces. Where processes cannot be
+// limited the answer says why.
 func RunCluster(ctx context.Context, binaryPath string, rounds int, each time.Duration, say func(string)) (Cluster, error) {
 	out := Cluster{Share: nodeShare}
 	group, err := newShare()

@@ -107,18 +107,14 @@ func (r *run) unfill(ctx context.Context, s *system) error {
 	if on == nil || on.helper != nil {
 		return nil
 	}
-	if err := on.resume(ctx); err != nil {
-		return err
-	}
-	conn, err := r.openFill(ctx, s, on)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = conn.Close() }()
-	if err := r.empty(s, conn); err != nil {
-		return err
-	}
-	return on.rest(ctx)
+	return on.while(ctx, func() error {
+		conn, err := r.openFill(ctx, s, on)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = conn.Close() }()
+		return r.empty(s, conn)
+	})
 }
 
 // empty drops what fill stored, by a connection that is open. A store that may

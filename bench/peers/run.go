@@ -270,11 +270,12 @@ func (r *run) one(ctx context.Context, round int, c cell, s *system) error {
 
 // awake measures a cell of a system that is resumed for it.
 func (r *run) awake(ctx context.Context, round int, c cell, s *system, on *running) (measurement, error) {
-	if err := on.resume(ctx); err != nil {
-		return measurement{}, err
-	}
-	m, err := r.timed(ctx, round, c, s, on)
-	return m, errors.Join(err, on.rest(ctx))
+	var m measurement
+	err := on.while(ctx, func() (err error) {
+		m, err = r.timed(ctx, round, c, s, on)
+		return err
+	})
+	return m, err
 }
 
 // timed loads what the cell needs and measures it.

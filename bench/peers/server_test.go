@@ -2,6 +2,7 @@ package peers
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"time"
 
@@ -49,6 +50,10 @@ func TestPausedSystemsStandStill(t *testing.T) {
 	}
 	require.NoError(t, s.resume(ctx))
 	assert.NotContains(t, states(), "T")
+	failed := errors.New("a cell failed")
+	assert.ErrorIs(t, (&running{server: s}).while(ctx, func() error { assert.NotContains(t, states(), "T"); return failed }), failed)
+	assert.Equal(t, "T", states(), "it rests all the same")
+	require.NoError(t, s.resume(ctx))
 	select {
 	case err := <-answered:
 		require.NoError(t, err)

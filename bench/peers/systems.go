@@ -2,6 +2,7 @@ package peers
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -46,6 +47,15 @@ func (r *running) rest(ctx context.Context) error {
 		}
 	}
 	return r.pause(ctx)
+}
+
+// while resumes the system for as long as f runs. It rests afterwards also where
+// f failed: what runs on would share the machine with what is measured next.
+func (r *running) while(ctx context.Context, f func() error) error {
+	if err := r.resume(ctx); err != nil {
+		return err
+	}
+	return errors.Join(f(), r.rest(ctx))
 }
 
 // product is something that is started as one process group.
