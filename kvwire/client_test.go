@@ -130,7 +130,7 @@ func TestCallEndsAtItsDeadlineWhileAnotherWaits(t *testing.T) {
 	c, err := Dial(t.Context(), path, ClientOptions{})
 	require.NoError(t, err)
 	ended := make(chan error, 1)
-	long, giveUp := context.WithTimeout(t.Context(), 4*time.Second)
+	long, giveUp := context.WithTimeout(t.Context(), 2*time.Second)
 	defer giveUp()
 	go func() { ended <- c.Ping(long) }()
 	<-pinged
@@ -139,7 +139,7 @@ func TestCallEndsAtItsDeadlineWhileAnotherWaits(t *testing.T) {
 	began := time.Now()
 	_, err = c.Match(short, Match{}, nil)
 	require.ErrorIs(t, err, context.DeadlineExceeded)
-	assert.Less(t, time.Since(began), 3*time.Second, "the match waited for the ping")
+	assert.Less(t, time.Since(began), time.Second, "the match waited for the ping")
 	require.ErrorIs(t, <-ended, context.DeadlineExceeded)
 	require.Error(t, c.Close()) // it was spent by the ping
 	<-stopped

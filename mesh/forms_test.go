@@ -66,7 +66,7 @@ func TestFormsDoNotWaitForAStoppedPeer(t *testing.T) {
 	for range 10 {
 		assert.Empty(t, reader.Forms(context.Background(), testNS))
 	}
-	assert.Less(t, time.Since(began), 10*formsWait, "it is being asked already")
+	assert.Less(t, time.Since(began), formsWait, "it is being asked already")
 	began = time.Now()
 	reader.stop()
 	assert.Less(t, time.Since(began), formsPatience)

@@ -176,7 +176,7 @@ func TestLostEventsAreMadeUpFor(t *testing.T) {
 // the slow poll.
 func TestPeersHearOfEvictionAtOnce(t *testing.T) {
 	t.Parallel()
-	a, b := pair(t, func(c *Config) { c.DirectoryWait = 15 * time.Second })
+	a, b := pair(t, func(c *Config) { c.DirectoryWait = 10 * time.Second })
 	pages := testHashes("p", 20)
 	asked := func() {
 		eventually(t, func() bool {
@@ -192,5 +192,5 @@ func TestPeersHearOfEvictionAtOnce(t *testing.T) {
 	asked()
 	require.Equal(t, 20, a.space.Reset())
 	eventually(t, func() bool { return b.Stats().DirectoryPages == 0 }, "still listed")
-	require.Less(t, time.Since(began), 12*time.Second)
+	require.Less(t, time.Since(began), 3*time.Second)
 }

@@ -148,7 +148,7 @@ func TestDeathIsBelieved(t *testing.T) {
 	a.data.close()
 	lost := time.Now()
 	eventually(t, b.peerOf(t, "holder").isDown, "still a candidate")
-	require.Less(t, time.Since(lost), time.Second)
+	require.Less(t, time.Since(lost), 500*time.Millisecond)
 	for _, n := range []*node{b, c} {
 		eventually(t, func() bool {
 			for _, m := range n.Members() {

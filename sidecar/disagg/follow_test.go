@@ -121,7 +121,8 @@ func prefillAndDecode(t *testing.T) (p, d *realNode) {
 
 type decoded struct {
 	Decoded
-	err error
+	err  error
+	took time.Duration
 }
 
 // follow begins a prefill and a decode of its handle as soon as that is known.
@@ -131,8 +132,9 @@ func follow(ctx context.Context, t *testing.T, p, d *realNode, tokens []int64, d
 	r := prefillOf(tokens)
 	r.Begun = func(b Prefilled) {
 		go func() {
+			began := time.Now()
 			out, err := d.Decode(within(t, patience), "acme", DecodeRequest{RequestID: "d", Handle: b.Handle, Model: "m", MaxTokens: 4, Deadline: deadline}, nil)
-			decode <- decoded{out, err}
+			decode <- decoded{out, err, time.Since(began)}
 		}()
 	}
 	go func() {
@@ -253,7 +255,7 @@ func TestAPrefillNodeThatIsLostIsReplacedByTheDecode(t *testing.T) {
 }
 
 // A prefill that hangs costs half of the decode's time; then it computes what
-// has not come, within its deadline, or no token would be there.
+// has not come.
 func TestAPrefillThatHangsIsNotWaitedForTooLong(t *testing.T) {
 	t.Parallel()
 	p, d := prefillAndDecode(t)
@@ -265,6 +267,7 @@ func TestAPrefillThatHangsIsNotWaitedForTooLong(t *testing.T) {
 	require.NoError(t, out.err)
 	assert.Equal(t, greedy(t, tokens, 4), out.Tokens)
 	assert.Equal(t, 128, out.Recomputed)
+	assert.Less(t, out.took, 12*time.Second)
 	release()
 	require.NoError(t, get(t, prefill))
 }
