@@ -204,6 +204,11 @@ class Sidecar(Process):
         except OSError:
             return {}
 
+    def ranks(self) -> list[list[str]]:
+        """Return who is attached, engine by engine: "ROLE SHARD/OF on socket" or "on ADDRESS"."""
+        engines = self.status().get("engines", {}).get("engines", [])
+        return [e["connections"] for e in engines]
+
     def level(self) -> bool:
         """Return whether no engine has a lease, a chain or an inbox slot in it."""
         s = self.status()

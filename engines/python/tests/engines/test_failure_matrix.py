@@ -99,13 +99,14 @@ class Matrix:
         return self.cluster.plain.complete(ids, n)
 
     def attached(self) -> None:
-        """Wait until both processes of both engines have found the sidecar."""
+        """Wait until both processes of both engines have found the sidecar, `small` by socket."""
+        local = ["scheduler 0/1 on socket", "worker 0/1 on socket"]
 
-        def connections() -> list[int]:
-            engines = self.sidecar.status().get("engines", {}).get("engines", [])
-            return [len(e["connections"]) for e in engines]
+        def attached() -> bool:
+            ranks = self.sidecar.ranks()
+            return local in ranks and [len(r) for r in ranks] == [2, 2]
 
-        eventually(lambda: connections() == [2, 2], "that the engines attach", 30)
+        eventually(attached, "that the engines attach", 30)
 
     def restart(self, *flags: str) -> None:
         """Let an empty sidecar with other flags follow the present one."""
@@ -475,7 +476,9 @@ def test_rank_claimed_by_another_before_the_engine_comes(matrix: Matrix) -> None
         matrix.sidecar.kill()
         matrix.sidecar.start()
         deadline = time.monotonic() + 5
-        claimant = Client.connect(matrix.sidecar.socket, deadline, name="test")
+        # Not by the socket: `attached` must not take it for the engine's worker.
+        place = f"127.0.0.1:{matrix.sidecar.engine_port}"
+        claimant = Client.connect(place, deadline, name="test", inline=True)
         claimant.register(registration(worker, small.name, "worker"), deadline)
     finally:
         os.kill(worker["pid"], signal.SIGCONT)

@@ -66,10 +66,7 @@ def ready(cluster: Cluster) -> None:
     """Wait until both engines are attached and B knows A's serving port."""
 
     def attached() -> bool:
-        return all(
-            len(s.status().get("engines", {}).get("engines", [])) == 1
-            for s in (cluster.a, cluster.b)
-        )
+        return all([len(r) for r in s.ranks()] == [2] for s in (cluster.a, cluster.b))
 
     eventually(lambda: cluster.b.knows(cluster.a), "that the sidecars meet")
     eventually(attached, "that the engines are attached")

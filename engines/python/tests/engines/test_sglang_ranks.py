@@ -53,11 +53,8 @@ def test_it_serves_without_a_sidecar_and_finds_it_later(server: SGLang) -> None:
     sidecar_of(server).start()
 
     def attached() -> bool:
-        found = sidecar_of(server).status().get("engines", {}).get("engines", [])
-        return sorted(c for e in found for c in e["connections"]) == [
-            "worker 0/2 on socket",
-            "worker 1/2 on socket",
-        ]
+        found = sidecar_of(server).ranks()
+        return bool(found == [["worker 0/2 on socket", "worker 1/2 on socket"]])
 
     eventually(attached, "that both ranks attach", 30)
 

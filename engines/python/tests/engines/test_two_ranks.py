@@ -194,8 +194,7 @@ def test_sidecar_killed_while_both_ranks_load(engines: list[Engine]) -> None:
     sidecar_of(ranks).start()
 
     def attached() -> bool:
-        found = sidecar_of(ranks).status().get("engines", {}).get("engines", [])
-        return [len(e["connections"]) for e in found] == [3]
+        return [len(r) for r in sidecar_of(ranks).ranks()] == [3]
 
     eventually(attached, "that the engine attaches", 30)
     ids, want = stored(engines, 63)
