@@ -35,6 +35,7 @@ type Cache struct {
 	windowGoal  int64
 	policyBytes int64
 	tick        uint32 // counts requests
+	turn        uint32 // counts the pages that were put in front of the window
 	lineage     lineage
 	ghosts      ghosts
 	born        uint64 // pages that ever came into the table

@@ -234,10 +234,14 @@ func (c *Cache) carryOut(v verdict) {
 	}
 }
 
-// evacuate empties the run of the arena in which the fewest bytes stand in the
-// way of a slot for size bytes. Slots have fixed sizes, so a cache full of one
-// size has no room for another until a whole slab is empty. It reports
-// whether it made room, and needs c.mu.
+// lossBits are the binary places of a byte's loss: few enough for an arena of
+// terabytes in an int64, enough for old small pages not to count as nothing.
+const lossBits = 16
+
+// evacuate empties the run of the arena whose pages are the least loss of those
+// that stand in the way of a slot for size bytes. Slots have fixed sizes, so a
+// cache full of one size has no room for another until a whole slab is empty.
+// It reports whether it made room, and needs c.mu.
 func (c *Cache) evacuate(size int64) bool {
 	need := roundUp(c.alloc.slotSize(size), pageSize)
 	var bestLo, bestHi *extent
@@ -245,7 +249,7 @@ func (c *Cache) evacuate(size int64) bool {
 	var bytes, cost int64
 	var lo *extent
 	for hi := c.alloc.x.head; hi != nil; hi = hi.next {
-		n, ok := movable(hi.slab)
+		n, ok := c.movable(hi.slab)
 		if !ok {
 			lo, bytes, cost = nil, 0, 0
 			continue
@@ -288,13 +292,16 @@ func (c *Cache) evacuate(size int64) bool {
 	return true
 }
 
-// movable returns how many bytes of a slab are in use, and whether all of them
-// belong to pages that nobody refers to.
-func movable(s *slab) (int64, bool) {
+// movable returns what would be lost with a slab, and whether all of it belongs
+// to pages that nobody refers to. A page counts by its bytes over its age: its
+// chance to be asked for again falls about as its age grows, and without this
+// the first pages of a new size, alone in their slab, would be the next to go.
+// It needs c.mu.
+func (c *Cache) movable(s *slab) (int64, bool) {
 	if s == nil {
 		return 0, true
 	}
-	owned := int32(0)
+	owned, loss := int32(0), int64(0)
 	for _, p := range s.owner {
 		if p == nil {
 			continue
@@ -303,6 +310,7 @@ func movable(s *slab) (int64, bool) {
 			return 0, false
 		}
 		owned++
+		loss += s.class.size << lossBits / (1 + int64(c.turn-p.turn))
 	}
-	return int64(owned) * s.class.size, owned == s.used
+	return loss, owned == s.used
 }

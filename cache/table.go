@@ -77,6 +77,7 @@ type page struct {
 	pins  int32  // the leases and pins among them, which are capped
 	gen   uint32 // of its stay in the policy; answers about an earlier one are stale
 	used  uint32 // when it was asked for or came, see Cache.tick
+	turn  uint32 // when it was last the newest of the window, see Cache.turn
 	place uint8
 }
 

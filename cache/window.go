@@ -61,7 +61,8 @@ func (w *window) remove(p *page) {
 
 // pushNewest puts a page that is in no list in front of the window.
 func (c *Cache) pushNewest(p *page) {
-	p.used = c.tick
+	c.turn++
+	p.used, p.turn = c.tick, c.turn
 	c.window.pushNewest(p)
 }
 
