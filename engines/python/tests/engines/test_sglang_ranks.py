@@ -53,8 +53,9 @@ def test_it_serves_without_a_sidecar_and_finds_it_later(server: SGLang) -> None:
     sidecar_of(server).start()
 
     def attached() -> bool:
-        found = sidecar_of(server).ranks()
-        return bool(found == [["worker 0/2 on socket", "worker 1/2 on socket"]])
+        # A name of its own for each rank, so that the sidecar has two engines.
+        found = sorted(r for ranks in sidecar_of(server).ranks() for r in ranks)
+        return found == ["worker 0/2 on socket", "worker 1/2 on socket"]
 
     eventually(attached, "that both ranks attach", 30)
 

@@ -246,9 +246,11 @@ def test_stopped_sidecar(servers: Servers) -> None:
         servers.a.signal(signal.SIGCONT)
     same(got, want)
     assert got.storage == 0
+    # Half a second late has been seen where three schedulers that spin and another
+    # process share two processors; who waits twice is caught.
     hooks = one.rank()["hooks"]
     for name, limit in (("batch_exists", MATCH_MS), ("batch_set_v1", STORE_MS)):
-        assert hooks[name]["max_s"] < limit / 1e3 + 0.1, name
+        assert hooks[name]["max_s"] < 2 * limit / 1e3, name
 
     def hits() -> bool:
         one.forget()
