@@ -244,7 +244,7 @@ func TestADecodePodFollowsAPrefillPod(t *testing.T) {
 	d := startNode(t, "-n", "d", "--role", "decode", "--peer", p.fields["http"])
 	waitForPeer(t, d)
 	var ids strings.Builder
-	for i := range 3000 {
+	for i := range 1500 {
 		fmt.Fprintln(&ids, i+1)
 	}
 	prefill := command(t, "disagg", "prefill", "--base-url", p.url(), "--tokens", ids.String(), "--stream", "--request-id", "r1")
@@ -255,14 +255,14 @@ func TestADecodePodFollowsAPrefillPod(t *testing.T) {
 	require.True(t, lines.Scan())
 	var first, last map[string]any
 	require.NoError(t, json.Unmarshal(lines.Bytes(), &first))
-	assert.EqualValues(t, 3000, first["prompt_len"])
+	assert.EqualValues(t, 1500, first["prompt_len"])
 	assert.Equal(t, "r1", first["request_id"])
 	handle := first["kv_handle"].(string)
 
 	whole := finish(t, "disagg", "decode", "--base-url", d.url(), "--handle", handle, "--max-tokens", "4")
 	require.Zero(t, whole.status, whole.err)
 	require.NoError(t, json.Unmarshal([]byte(whole.out), &last))
-	assert.EqualValues(t, 3000, last["pulled_tokens"])
+	assert.EqualValues(t, 1500, last["pulled_tokens"])
 	assert.EqualValues(t, 0, last["recomputed_tokens"])
 	require.True(t, lines.Scan())
 	var end map[string]any

@@ -20,7 +20,7 @@ import (
 )
 
 const (
-	timeout = 30 * time.Second
+	timeout = 2 * time.Minute
 	tick    = 20 * time.Millisecond
 )
 
