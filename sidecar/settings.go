@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -75,6 +76,22 @@ type SettingError struct {
 // Error returns `--flag "value": reason`.
 func (e *SettingError) Error() string {
 	return fmt.Sprintf("--%s %q: %s", e.Flag, e.Value, e.Reason)
+}
+
+// WhyNot says why a flag has refused a value, in words that do not name Go's parsers.
+func WhyNot(err error) string {
+	var num *strconv.NumError
+	switch {
+	case !errors.As(err, &num):
+		return err.Error()
+	case errors.Is(num.Err, strconv.ErrRange):
+		return "is out of range"
+	case num.Func == "ParseBool":
+		return "is neither true nor false"
+	case num.Func == "ParseFloat":
+		return "is not a number"
+	}
+	return "is not a whole number"
 }
 
 // DefaultSettings returns the settings of a sidecar that was told nothing.
@@ -180,7 +197,7 @@ func (s *Settings) ReadEnv(flags *pflag.FlagSet, lookup func(string) (string, bo
 			return
 		}
 		if err := f.Value.Set(text); err != nil && first == nil {
-			reason := "is not allowed: " + err.Error()
+			reason := "is not allowed: it " + WhyNot(err)
 			if strings.Contains(text, "://") {
 				reason += " (Kubernetes sets it for a Service of this name: enableServiceLinks: false)"
 			}

@@ -259,6 +259,8 @@ func TestFlagsComeBeforeTheEnvironment(t *testing.T) {
 
 	_, err = read(nil, map[string]string{"MEMBRANE_MEMORY": "much"})
 	require.ErrorContains(t, err, `MEMBRANE_MEMORY "much" is not allowed`)
+	_, err = read(nil, map[string]string{"MEMBRANE_PORT": "many"})
+	require.ErrorContains(t, err, `MEMBRANE_PORT "many" is not allowed: it is not a whole number`)
 	_, err = read(nil, map[string]string{"MEMBRANE_PORT": "tcp://10.0.0.1:80"})
 	require.ErrorContains(t, err, "enableServiceLinks")
 }

@@ -248,6 +248,9 @@ func (n *Sidecar) Run(ctx context.Context) error {
 	start, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
 	if err := n.mesh.Start(start); err != nil {
+		if dns := (*net.DNSError)(nil); errors.As(err, &dns) && dns.Name == n.settings.AdvertiseHost {
+			err = &SettingError{"advertise-host", dns.Name, "cannot be resolved: " + dns.Err}
+		}
 		return errors.Join(err, n.close())
 	}
 	if err := errors.Join(n.engines.ServeSocket(n.engineSocket), n.serveEngines(), n.serveRESP(), n.serveLM()); err != nil {

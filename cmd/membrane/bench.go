@@ -46,7 +46,8 @@ loaded from the engine's own sidecar and from a peer's, beside a connector
 without a sidecar and beside computing it. Without, its rows say that they were
 not run.
 
-Needs about 4 GiB of memory; with --quick 1 GiB; for vLLM 6 GiB.`,
+Needs about 4 GiB of memory; with --quick 1 GiB; for vLLM 6 GiB,
+with --lmcache 12 GiB.`,
 		Example: "  membrane bench core\n  membrane bench core --json > core.json\n  make bench-vllm",
 		Args:    refuseArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

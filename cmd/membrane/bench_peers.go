@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"regexp"
 
 	"github.com/spf13/cobra"
 
@@ -37,6 +38,15 @@ machine alone meanwhile.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if asJSON && asMarkdown {
 				return usageError{fmt.Errorf("--json and --markdown: choose one")}
+			}
+			if _, err := regexp.Compile(opts.Cells); err != nil {
+				return usageError{fmt.Errorf("--cells %q: %w", opts.Cells, err)}
+			}
+			if opts.Rounds < 1 {
+				return usageError{fmt.Errorf("--rounds %d: is not above 0", opts.Rounds)}
+			}
+			if opts.Duration < 0 {
+				return usageError{fmt.Errorf("--duration %v: is negative", opts.Duration)}
 			}
 			opts.Version = version
 			opts.Progress = progress(cmd.ErrOrStderr())

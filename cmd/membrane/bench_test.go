@@ -66,6 +66,9 @@ func TestMistakesInBenchmarksAreTheCallers(t *testing.T) {
 		{[]string{"replay", "--requests=-1"}, "--requests -1"},
 		{[]string{"replay", "--workload=none-such"}, `--workload "none-such"`},
 		{[]string{"replay", "--trace=/no/such/file"}, "--trace: open /no/such/file"},
+		{[]string{"peers", "--cells=("}, `--cells "("`},
+		{[]string{"peers", "--rounds=0"}, "--rounds 0"},
+		{[]string{"peers", "--duration=-1s"}, "--duration -1s"},
 		{[]string{"capacity", "--rounds=0"}, "--rounds 0"},
 		{[]string{"capacity", "--each=2h"}, "--each 2h0m0s"},
 	} {

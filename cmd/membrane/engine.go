@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/rs/zerolog"
@@ -60,6 +61,25 @@ from its id (--model-id), the same in every process.`,
 	return cmd
 }
 
+// check names the first flag that cannot be meant. Those of the model are checked
+// where it is made.
+func (f *engineFlags) check() error {
+	isHostPort := func(s string) bool { _, _, err := net.SplitHostPort(s); return err == nil }
+	switch {
+	case !isHostPort(f.addr):
+		return fmt.Errorf("--addr %q: is not HOST:PORT", f.addr)
+	case f.sidecar != "" && !strings.Contains(f.sidecar, "/") && !isHostPort(f.sidecar):
+		return fmt.Errorf("--sidecar %q: is neither a path, which has a slash, nor HOST:PORT", f.sidecar)
+	case f.block < 1:
+		return fmt.Errorf("--block-tokens %d: is not above 0", f.block)
+	case f.deadline <= 0:
+		return fmt.Errorf("--deadline %v: is not above 0", f.deadline)
+	case f.lease <= 0:
+		return fmt.Errorf("--lease %v: is not above 0", f.lease)
+	}
+	return nil
+}
+
 func (f *engineFlags) load() (*llama.Model, error) {
 	var m *llama.Model
 	var err error
@@ -75,6 +95,9 @@ func (f *engineFlags) load() (*llama.Model, error) {
 }
 
 func (f *engineFlags) run(ctx context.Context) error {
+	if err := f.check(); err != nil {
+		return usageError{err}
+	}
 	log := zerolog.New(os.Stderr).Level(zerolog.InfoLevel).With().Timestamp().Logger()
 	model, err := f.load()
 	if err != nil {

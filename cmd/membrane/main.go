@@ -12,6 +12,8 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+
+	"membrane/sidecar"
 )
 
 // version is set by the build.
@@ -67,6 +69,9 @@ other pods hold, and hands them to the engine before it would compute them again
 	}
 	root.SetVersionTemplate("membrane {{.Version}}\n")
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		if bad := (*pflag.InvalidValueError)(nil); errors.As(err, &bad) {
+			err = &sidecar.SettingError{Flag: bad.GetFlag().Name, Value: bad.GetValue(), Reason: sidecar.WhyNot(bad.Unwrap())}
+		}
 		return usageError{fmt.Errorf("%w (see %s --help)", err, cmd.CommandPath())}
 	})
 	root.AddCommand(

@@ -235,6 +235,7 @@ func TestWhatEndsWithStatus2(t *testing.T) {
 	f("--data-addr", "serve", "--data-addr", "0.0.0.0:1")
 	f("--gossip-addr", "serve", "--gossip-addr", "0.0.0.0:1")
 	f("--engine-addr", "serve", "--engine-addr", "0.0.0.0:1")
+	f(`--advertise-host ":": cannot be resolved`, "serve", "-p", "0", "--memory", "4MiB", "--log-level", "error", "--advertise-host", ":")
 	f("--api-key-file", "serve", "--api-key-file", "/nowhere")
 	f("needs a command", "client")
 	f("--prompt-tokens is empty", "client", "prefill")

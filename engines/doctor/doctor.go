@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"strings"
+	"syscall"
 	"time"
 
 	"membrane/engines/layout"
@@ -116,7 +117,8 @@ func unreachable(addr string, err error) error {
 		return fmt.Errorf("there is no engine socket at %q: is the sidecar running, with this --engine-socket, and is its directory mounted here", addr)
 	case errors.Is(err, os.ErrPermission):
 		return fmt.Errorf("user %d may not open the engine socket %q: add it to --engine-uids or to the socket's group", os.Getuid(), addr)
-	case errors.Is(err, io.EOF):
+	// Which one it is depends on who is first, the sidecar's close or our greeting.
+	case errors.Is(err, io.EOF), errors.Is(err, syscall.EPIPE), errors.Is(err, syscall.ECONNRESET):
 		return fmt.Errorf("the sidecar at %q hung up at once: is user %d in its --engine-uids", addr, os.Getuid())
 	}
 	return err

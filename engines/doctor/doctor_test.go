@@ -182,6 +182,30 @@ func TestAStoppedSidecarIsSaidToBeStopped(t *testing.T) {
 	assert.ErrorContains(t, err, "did not answer within 50ms")
 }
 
+// A sidecar that does not let a user in closes at once: the greeting fails, or its answer.
+func TestASidecarThatHangsUpIsAskedAboutUIDs(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "e.sock")
+	l, err := net.Listen("unix", path)
+	require.NoError(t, err)
+	closed := make(chan struct{})
+	go func() {
+		defer close(closed)
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			_ = c.Close()
+		}
+	}()
+	for range 50 {
+		_, err := examine(t, doctor.Options{Addr: path})
+		require.ErrorContains(t, err, "in its --engine-uids")
+	}
+	require.NoError(t, l.Close())
+	<-closed
+}
+
 func TestAKeyIsAskedFor(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "keys")
 	require.NoError(t, os.WriteFile(path, []byte("sha256:"+strings.Repeat("0", 64)+":acme:engine\n"), 0o600))

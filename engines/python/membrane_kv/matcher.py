@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 
 from . import wire
+from .call import UNREACHABLE
 from .record import Recorder
-from .session import UNREACHABLE, Session, Up
+from .session import Session, Up
 from .settings import Settings
 from .wire import HASH_SIZE
 

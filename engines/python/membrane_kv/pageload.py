@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import wire
+from .call import UNREACHABLE
 from .hostpool import Index, Pages
 from .matcher import BATCH, INLINE, Matcher
-from .session import UNREACHABLE, Up
+from .session import Up
 from .shared import Unmapped
 from .wire import HASH_SIZE
 

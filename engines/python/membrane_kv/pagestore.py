@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import wire
+from .call import DEADLINE, UNREACHABLE, Call
 from .hostpool import Index, Pages
 from .matcher import INLINE, Matcher
-from .session import DEADLINE, UNREACHABLE, Call, Up
+from .session import Up
 from .shared import Unmapped
 from .wire import HASH_SIZE
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from . import wire
+from .call import DEADLINE, UNREACHABLE, Call
 from .jobs import LoadJob, Step, StoreJob
 from .record import Recorder
-from .session import DEADLINE, UNREACHABLE, Call, Session
+from .session import Session
 from .settings import Settings
 
 _SERVER_SHARE = 0.9

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from . import wire
+from .call import DEADLINE, UNREACHABLE, Call
 from .jobs import LoadJob, StoreJob
 from .pool import Pool
 from .record import Recorder
-from .session import DEADLINE, UNREACHABLE, Call, Session, Up
+from .session import Session, Up
 from .settings import Settings
 from .shared import Bytes, Unmapped
 

@@ -118,7 +118,7 @@ def test_without_patience_nobody_waits(
     sidecar: FakeSidecar, sessions: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(sidecar, sessions, Settings(match_wait_ms=0))
-    monkeypatch.setattr("membrane_kv.session.Call.pause", lambda *_: pytest.fail("waits"))
+    monkeypatch.setattr("membrane_kv.call.Call.pause", lambda *_: pytest.fail("waits"))
     sidecar.delay[Type.MATCH] = 0.02
     rig.add("a", 200)
     assert rig.s.match("a", 0, 200, 0) is None

@@ -13,7 +13,8 @@ import pytest
 from fake_sidecar import FakeSidecar
 from helpers import eventually, registration, soon
 from membrane_kv import wire
-from membrane_kv.session import DEADLINE, UNREACHABLE, Call, Session
+from membrane_kv.call import DEADLINE, UNREACHABLE, Call
+from membrane_kv.session import Session
 from membrane_kv.wire import Type
 
 Start = Callable[..., Session]
