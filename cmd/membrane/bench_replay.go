@@ -90,11 +90,17 @@ or made by generators whose parameters the report states (--workload):
 	flags.StringArrayVar(&files, "trace", nil, "play this file (repeated); without it and --workload all workloads")
 	flags.StringVar(&format, "format", "", "format of the files: mooncake or bailian (default: seen from the first line)")
 	flags.StringSliceVar(&names, "workload", nil, "play these generated traces")
+	var workloads []string
+	for _, w := range replay.Workloads() {
+		workloads = append(workloads, w.Name)
+	}
+	offer(cmd, "workload", workloads...)
 	flags.Uint64Var(&seed, "seed", 1, "seed of the generators")
 	flags.IntVar(&requests, "requests", 0, "how many requests a generator makes (default: as many as it is calibrated for)")
 	flags.Float64SliceVar(&opts.Fractions, "fractions", nil, "cache sizes as `parts` of the distinct blocks")
 	flags.Lookup("fractions").DefValue = "0.05,0.1,0.2,0.4, with --nodes 0.2"
 	flags.StringSliceVar(&opts.Policies, "policies", nil, "which of membrane, lru, lru-heads-first, ristretto, optimum (default all)")
+	offer(cmd, "policies", "membrane", "lru", "lru-heads-first", "ristretto", "optimum")
 	flags.Float64Var(&opts.PrefillRate, "prefill-rate", 8000, "tokens computed a second")
 	flags.Float64Var(&opts.LoadRate, "load-rate", 200_000, "tokens loaded from the cache a second")
 	flags.Int64Var(&opts.TokenBytes, "token-bytes", 128<<10, "bytes of KV of one token")

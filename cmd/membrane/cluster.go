@@ -57,10 +57,6 @@ wait for decode. Of other nodes a sidecar knows it where --prefill-ratio is auto
 				return fmt.Errorf("cannot decode the answer of /peers: %w", err)
 			}
 			out := cmd.OutOrStdout()
-			if len(answer.Peers) == 0 {
-				fmt.Fprintln(out, "no peers")
-				return nil
-			}
 			t := tabwriter.NewWriter(out, 2, 0, 3, ' ', 0)
 			fmt.Fprintln(t, "node\thost\tport\thealthy\tstatus\trole\trole since\twaiting\twhy")
 			row := func(p member, healthy string) {
@@ -78,7 +74,13 @@ wait for decode. Of other nodes a sidecar knows it where --prefill-ratio is auto
 			for _, p := range answer.Peers {
 				row(p, strconv.FormatBool(p.Healthy))
 			}
-			return t.Flush()
+			if err := t.Flush(); err != nil {
+				return err
+			}
+			if len(answer.Peers) == 0 {
+				fmt.Fprintln(out, "no peers")
+			}
+			return nil
 		},
 	}
 	cmd.Flags().StringVar(&host, "host", "localhost", "the sidecar's host")

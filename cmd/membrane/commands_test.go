@@ -90,7 +90,9 @@ func TestCommandsInOneProcess(t *testing.T) {
 	assert.Contains(t, runOK(t, "client", "inventory", base), hash)
 	assert.Contains(t, runOK(t, "client", "retrieve", base, "--hash", hash), `"found": true`)
 	assert.Contains(t, runOK(t, "client", "reconstruct", base, "--tokens", "1 2 3 4", "--model-id", "m"), `"coverage": 1`)
-	assert.Equal(t, "no peers\n", runOK(t, "cluster-status", "--host=127.0.0.1", "-p", port))
+	alone := runOK(t, "cluster-status", "--host=127.0.0.1", "-p", port)
+	assert.Regexp(t, `(?m)^\S+ .* self .* both `, alone)
+	assert.Contains(t, alone, "\nno peers\n")
 
 	background(t, "engine", "--addr=127.0.0.1:"+enginePort, "--sidecar", socket, "--layers=1", "--hidden=64")
 	answers(t, "http://127.0.0.1:"+enginePort+"/health")
@@ -208,4 +210,21 @@ func TestProgressAndAddressesAreShown(t *testing.T) {
 	assert.Contains(t, diag.String(), "http://127.0.0.1:1/statusz")
 	progress(&out)("step")
 	assert.Equal(t, "· step\n", out.String())
+}
+
+func TestShellsCompleteValues(t *testing.T) {
+	t.Parallel()
+	for flag, values := range map[string]string{
+		"serve --role":             "prefill decode both auto",
+		"serve --log-level":        "debug info warn error",
+		"serve --log-format":       "text json",
+		"keys generate --scope":    "read write admin engine",
+		"bench replay --policies":  "membrane lru lru-heads-first ristretto optimum",
+		"bench replay --workload":  "chat agents retrieval mooncake-like bailian-like",
+		"disagg decode --model-id": "",
+	} {
+		got, directive, _ := strings.Cut(runOK(t, append([]string{"__complete"}, append(strings.Fields(flag), "")...)...), ":")
+		assert.Equal(t, strings.Fields(values), strings.Fields(got), flag)
+		assert.Contains(t, directive, "ShellCompDirectiveNoFileComp", flag)
+	}
 }

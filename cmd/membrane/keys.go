@@ -58,6 +58,7 @@ admin (has both), and engine (may use the engine listener).`,
 	}
 	cmd.Flags().StringVarP(&subject, "subject", "s", "", "whose key it is: the tenant (required)")
 	cmd.Flags().StringArrayVar(&scopes, "scope", []string{"read"}, "read, write, admin or engine; may be repeated")
+	offer(cmd, "scope", "read", "write", "admin", "engine")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print one JSON object")
 	return cmd
 }

@@ -60,6 +60,9 @@ pod's engine answers. See docs/prefill-decode.md.`,
 		},
 	}
 	settings.AddFlags(cmd.Flags())
+	offer(cmd, "role", "prefill", "decode", "both", "auto")
+	offer(cmd, "log-level", "debug", "info", "warn", "error")
+	offer(cmd, "log-format", "text", "json")
 	return cmd
 }
 

@@ -51,7 +51,7 @@ func TestQuickstart(t *testing.T) {
 	bad := finish(t, "client", "prefill", "--base-url", n.url(), "--prompt-tokens", "1 -2")
 	assert.Equal(t, 1, bad.status)
 	assert.Contains(t, bad.err, "prompt_tokens[1]")
-	assert.Equal(t, "no peers\n", finish(t, "cluster-status", "--port", port(n)).out)
+	assert.Contains(t, finish(t, "cluster-status", "--port", port(n)).out, "no peers\n")
 }
 
 func port(n *node) string {
@@ -153,7 +153,7 @@ func TestClusterKeyKeepsStrangersOut(t *testing.T) {
 	a.meets(t, 1)
 	b.meets(t, 1)
 	require.Eventually(t, func() bool { return strings.Contains(stranger.text(), "cannot join yet") }, timeout, tick)
-	assert.Equal(t, "no peers\n", finish(t, "cluster-status", "--port", port(stranger)).out)
+	assert.Contains(t, finish(t, "cluster-status", "--port", port(stranger)).out, "\nno peers\n")
 	a.meets(t, 1)
 }
 
