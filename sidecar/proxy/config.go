@@ -109,6 +109,7 @@ type Config struct {
 	Log     zerolog.Logger
 
 	tokenizeTimeout time.Duration // longer in tests
+	writeTimeout    time.Duration // shorter in tests
 }
 
 // CheckEngineURL reports whether a URL can be an engine's: http, a host, no
@@ -135,6 +136,9 @@ func (c Config) fill() (Config, error) {
 	}
 	if c.tokenizeTimeout == 0 {
 		c.tokenizeTimeout = tokenizeTimeout
+	}
+	if c.writeTimeout == 0 {
+		c.writeTimeout = writeTimeout
 	}
 	if err := CheckEngineURL(c.Engine); err != nil {
 		return c, fmt.Errorf("cannot make the serving proxy with Engine %q: %w", c.Engine, err)

@@ -123,12 +123,10 @@ type answer struct {
 	conn net.Conn
 }
 
-// Read reads the next part and gives the client time to take it.
+// Read reads the next part, or the end, and gives the client time to take it.
 func (a *answer) Read(p []byte) (int, error) {
 	n, err := a.x.Read(p)
-	if n > 0 {
-		_ = a.conn.SetWriteDeadline(time.Now().Add(writeTimeout))
-	}
+	_ = a.conn.SetWriteDeadline(time.Now().Add(a.s.cfg.writeTimeout))
 	return n, err
 }
 

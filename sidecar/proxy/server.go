@@ -107,6 +107,9 @@ func (s *Server) handler() fasthttp.RequestHandler {
 			}
 		}()
 		s.serve(c)
+		// What is written before the first part of an answer, or without one.
+		// fasthttp takes the deadline away when the request has ended.
+		_ = c.SetWriteDeadline(time.Now().Add(s.cfg.writeTimeout))
 	}
 }
 
