@@ -1,0 +1,80 @@
+package proxy
+
+import (
+	"bufio"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// A streamed body is gone once it has been written: sending its request again
+// would send it without.
+func TestAStreamedBodyIsNotSentAgainWithoutItself(t *testing.T) {
+	t.Parallel()
+	var mu sync.Mutex
+	var bodies []string
+	r := newRig(t, func(cfg *Config) {
+		cfg.Engine = scripted(t, func(c net.Conn, _, request int, body string) {
+			mu.Lock()
+			bodies = append(bodies, body)
+			mu.Unlock()
+			if request > 0 { // it has closed the connection that was idle
+				_ = c.Close()
+				return
+			}
+			says(c, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+		})
+	})
+	require.Equal(t, 200, r.do("GET", "/v1/models", "").status)
+	r.idle()
+	got := r.do("POST", "/v1/embeddings", `{"input":"a"}`)
+	assert.Equal(t, 502, got.status)
+	r.idle()
+	mu.Lock()
+	defer mu.Unlock()
+	assert.Equal(t, []string{"", `{"input":"a"}`}, bodies)
+}
+
+// What an engine says before it has read all of a body is its answer, though it
+// closes the connection.
+func TestAnEngineMayRefuseABodyBeforeItHasReadIt(t *testing.T) {
+	t.Parallel()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			if _, err = http.ReadRequest(bufio.NewReader(c)); err == nil {
+				says(c, "HTTP/1.1 413 No\r\nContent-Length: 8\r\n\r\ntoo long")
+			}
+			_ = c.Close() // resets: there is more to read
+		}
+	}()
+	r := newRig(t, func(cfg *Config) { cfg.Engine = "http://" + l.Addr().String() })
+	for _, path := range []string{completionsPath, "/v1/embeddings"} {
+		text := post(path, `{"prompt":"`+strings.Repeat("a", 8<<20)+`"}`)
+		c, err := net.Dial("tcp", strings.TrimPrefix(r.url, "http://"))
+		require.NoError(t, err)
+		go func() { _, _ = io.WriteString(c, text) }()
+		res, err := http.ReadResponse(bufio.NewReader(c), nil)
+		require.NoError(t, err)
+		b := make([]byte, 8)
+		_, err = io.ReadFull(res.Body, b)
+		require.NoError(t, err)
+		assert.Equal(t, 413, res.StatusCode, path)
+		assert.Equal(t, "too long", string(b))
+		_ = c.Close()
+		r.idle()
+	}
+	assert.Equal(t, "0", r.metric("membrane_proxy_engine_unreachable_total"))
+}
