@@ -31,16 +31,22 @@ func (s *Server) forward(ctx context.Context, f *flight, whole []byte, stream io
 	if f.id != "" {
 		req.Header.Set(requestIDHeader, f.id)
 	}
+	var sent *upload
 	if stream != nil {
-		req.SetBodyStream(stream, length)
+		sent = &upload{from: stream}
+		req.SetBodyStream(sent, length)
 	} else {
 		req.SetBodyRaw(whole)
 	}
 	x, err := s.pool.send(ctx, &req)
 	if err != nil {
-		if ctx.Err() != nil {
+		switch {
+		case ctx.Err() != nil:
 			s.abandoned(f)
-		} else {
+		case sent != nil && sent.err != nil:
+			s.refuseBody(f, sent.err)
+			return
+		default:
 			s.count.engineDown.Inc()
 			s.strange.Warn().Err(err).Str("engine", s.cfg.Engine).Msg("the engine cannot be reached")
 			unavailable(c, http.StatusBadGateway, "engine_unreachable", "the engine of this pod cannot be reached")
@@ -68,6 +74,20 @@ func (s *Server) forward(ctx context.Context, f *flight, whole []byte, stream io
 	}
 	c.Response.ImmediateHeaderFlush = size < 0
 	c.Response.SetBodyStream(a, size)
+}
+
+// upload is a client's body on its way to the engine.
+type upload struct {
+	from io.Reader
+	err  error // why the client's part ended early
+}
+
+func (u *upload) Read(p []byte) (int, error) {
+	n, err := u.from.Read(p)
+	if err != nil && err != io.EOF {
+		u.err = err
+	}
+	return n, err
 }
 
 // abandoned notes that the client has gone, or that this node ends at once. What

@@ -78,3 +78,16 @@ func TestAnEngineMayRefuseABodyBeforeItHasReadIt(t *testing.T) {
 	}
 	assert.Equal(t, "0", r.metric("membrane_proxy_engine_unreachable_total"))
 }
+
+// A client that does not send what it has announced is told so; the engine is
+// not at fault.
+func TestAnUploadThatFailsIsTheClientsFault(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	got := r.send("POST /v1/embeddings HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n")
+	assert.Equal(t, 400, got.status)
+	assert.Contains(t, got.body, "not chunked as it says")
+	r.idle()
+	assert.Equal(t, "0", r.metric("membrane_proxy_engine_unreachable_total"))
+	assert.Equal(t, "1", r.metric(`membrane_proxy_refused_total{why="bad_body"}`))
+}
