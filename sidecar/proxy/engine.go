@@ -184,6 +184,7 @@ func (p *enginePool) send(ctx context.Context, req *fasthttp.Request) (*exchange
 			return nil, err
 		}
 		x := &exchange{pool: p, conn: c, res: &fasthttp.Response{StreamBody: true, SkipBody: req.Header.IsHead()}}
+		x.res.Header.SetNoDefaultContentType(true)
 		x.stop = context.AfterFunc(ctx, func() { _ = c.Close() })
 		began := time.Now()
 		if err = x.run(req); err == nil {

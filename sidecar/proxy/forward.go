@@ -61,7 +61,9 @@ func (s *Server) forward(ctx context.Context, f *flight, whole []byte, stream io
 	}
 	if x.body == nil { // HEAD, or a status without a body
 		c.Response.SkipBody = true
-		c.Response.Header.SetContentLength(max(x.res.Header.ContentLength(), 0))
+		if size := x.res.Header.ContentLength(); size >= 0 || c.Request.Header.IsHTTP11() {
+			c.Response.Header.SetContentLength(max(size, -1)) // of what a GET would get
+		}
 		x.close()
 		f.end()
 		return
