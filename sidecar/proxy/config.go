@@ -109,7 +109,8 @@ type Config struct {
 	Log     zerolog.Logger
 
 	tokenizeTimeout time.Duration // longer in tests
-	writeTimeout    time.Duration // shorter in tests
+	readTimeout     time.Duration // shorter in tests, as the next
+	writeTimeout    time.Duration
 }
 
 // CheckEngineURL reports whether a URL can be an engine's: http, a host, no
@@ -136,6 +137,9 @@ func (c Config) fill() (Config, error) {
 	}
 	if c.tokenizeTimeout == 0 {
 		c.tokenizeTimeout = tokenizeTimeout
+	}
+	if c.readTimeout == 0 {
+		c.readTimeout = readTimeout
 	}
 	if c.writeTimeout == 0 {
 		c.writeTimeout = writeTimeout

@@ -33,7 +33,7 @@ func (s *Server) forward(ctx context.Context, f *flight, whole []byte, stream io
 	}
 	var sent *upload
 	if stream != nil {
-		sent = &upload{from: stream}
+		sent = &upload{s: s, c: c, from: stream}
 		req.SetBodyStream(sent, length)
 	} else {
 		req.SetBodyRaw(whole)
@@ -78,13 +78,17 @@ func (s *Server) forward(ctx context.Context, f *flight, whole []byte, stream io
 	c.Response.SetBodyStream(a, size)
 }
 
-// upload is a client's body on its way to the engine.
+// upload is a client's body on its way to the engine. It may take as long as it
+// wants if each part comes in time.
 type upload struct {
+	s    *Server
+	c    *fasthttp.RequestCtx
 	from io.Reader
 	err  error // why the client's part ended early
 }
 
 func (u *upload) Read(p []byte) (int, error) {
+	_ = u.c.SetReadDeadline(time.Now().Add(u.s.cfg.readTimeout))
 	n, err := u.from.Read(p)
 	if err != nil && err != io.EOF {
 		u.err = err

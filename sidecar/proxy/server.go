@@ -85,7 +85,7 @@ func New(cfg Config) (*Server, error) {
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.http = &fasthttp.Server{
 		Name: "membrane", Handler: s.handler(), ErrorHandler: s.badRequest, Logger: quiet{cfg.Log},
-		ReadTimeout: readTimeout, IdleTimeout: idleTimeout, // writes have a deadline each, see answer
+		ReadTimeout: cfg.readTimeout, IdleTimeout: idleTimeout, // writes have a deadline each, see answer
 		StreamRequestBody: true, MaxRequestBodySize: MaxBody, DisablePreParseMultipartForm: true, ReadBufferSize: MaxHeaders,
 		// One address alone cannot shut all others out.
 		Concurrency: 4 * cfg.MaxInFlight, MaxConnsPerIP: 2 * cfg.MaxInFlight, CloseOnShutdown: true,

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -90,4 +91,34 @@ func TestAnUploadThatFailsIsTheClientsFault(t *testing.T) {
 	r.idle()
 	assert.Equal(t, "0", r.metric("membrane_proxy_engine_unreachable_total"))
 	assert.Equal(t, "1", r.metric(`membrane_proxy_refused_total{why="bad_body"}`))
+}
+
+// Only a part that does not come ends an upload, however long the whole takes.
+func TestAnUploadMayTakeLong(t *testing.T) {
+	t.Parallel()
+	const most = 400 * time.Millisecond
+	r := newRig(t, func(c *Config) { c.readTimeout = most })
+	c, err := net.Dial("tcp", strings.TrimPrefix(r.url, "http://"))
+	require.NoError(t, err)
+	defer func() { _ = c.Close() }()
+	require.NoError(t, c.SetDeadline(time.Now().Add(patience)))
+	in := bufio.NewReader(c)
+	says(c, "POST /v1/files HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+	for range 8 {
+		<-time.After(most / 5)
+		says(c, "4\r\npart\r\n")
+	}
+	says(c, "0\r\n\r\n")
+	res, err := http.ReadResponse(in, nil)
+	require.NoError(t, err)
+	_, _ = io.Copy(io.Discard, res.Body)
+	assert.Equal(t, 200, res.StatusCode)
+	assert.Equal(t, strings.Repeat("part", 8), string(r.engine.got()[0].body))
+
+	says(c, "POST /v1/files HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n")
+	res, err = http.ReadResponse(in, nil)
+	require.NoError(t, err)
+	_ = res.Body.Close()
+	assert.Equal(t, 408, res.StatusCode)
+	r.idle()
 }
