@@ -85,11 +85,15 @@ func rawConn(c net.Conn) (syscall.RawConn, bool) {
 	return nil, false
 }
 
-// Gone reports whether the other side has closed the connection. A client that
-// only sends its next request early has not.
+// Gone reports whether the other side has closed the connection, whatever it has
+// sent before. A client that only sends its next request early has not.
 func Gone(raw syscall.RawConn) bool {
-	unread, closed := peek(raw)
-	return closed && !unread
+	gone := false
+	err := raw.Control(func(fd uintptr) { // as in peek; which sees no end behind bytes
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}, 0)
+		gone = n > 0 || err != nil && !errors.Is(err, unix.EINTR)
+	})
+	return gone || err != nil
 }
 
 // Quiet reports whether the other side has neither closed the connection nor

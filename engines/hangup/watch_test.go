@@ -55,6 +55,21 @@ func TestClosedConnectionIsNoticed(t *testing.T) {
 	}
 }
 
+func TestClosedConnectionIsNoticedBehindBytesOfANextRequest(t *testing.T) {
+	t.Parallel()
+	client, server := pair(t)
+	ctx, stop := Watch(context.Background(), server)
+	defer stop()
+	_, err := client.Write([]byte("GET"))
+	require.NoError(t, err)
+	require.NoError(t, client.Close())
+	select {
+	case <-ctx.Done():
+	case <-time.After(5 * time.Second):
+		t.Fatal("the client is gone")
+	}
+}
+
 func TestStopEndsTheContextAndMayBeCalledTwice(t *testing.T) {
 	t.Parallel()
 	_, server := pair(t)

@@ -27,6 +27,7 @@ type entry struct {
 	manifest kvwire.Manifest
 	expires  time.Time
 	pins     []uint64 // of the pages; none once they were pulled, or in a copy
+	fresh    bool     // its name named nothing when it was entered
 }
 
 // running reports whether the prefill had not ended when the manifest was made.
@@ -98,6 +99,7 @@ func (h *handles) enter(id handleID, e *entry, now time.Time) (retry time.Durati
 	if old != nil {
 		h.drop(old)
 	}
+	e.fresh = old == nil || !now.Before(old.expires)
 	h.entries[id] = e
 	h.tenants[id.tenant] = u
 	h.bytes += size
@@ -124,11 +126,14 @@ func (h *handles) drop(e *entry) {
 	e.pins = nil
 }
 
-// remove forgets a handle and unpins its pages.
-func (h *handles) remove(id handleID) {
+// remove forgets a handle and unpins its pages, unless it names another entry
+// by now.
+func (h *handles) remove(id handleID, e *entry) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.forget(id)
+	if h.entries[id] == e {
+		h.forget(id)
+	}
 }
 
 // forget needs h.mu.

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"membrane/kvwire"
@@ -44,7 +45,7 @@ type Prefilled struct {
 	Cached  int
 	Expires time.Time
 
-	fresh bool // the handle was not here before
+	entry *entry // as it was kept
 }
 
 // Prefill makes sure that the KV of a prompt is here, keeps it under its handle
@@ -53,8 +54,8 @@ func (s *Service) Prefill(ctx context.Context, tenant string, r PrefillRequest) 
 	all, err := s.PrefillBatch(ctx, tenant, []PrefillRequest{r})
 	if err != nil {
 		var e *Error
-		if errors.As(err, &e) && len(e.Field) > len(batchField) && e.Field[:len(batchField)] == batchField {
-			e.Field = e.Field[len(batchField):]
+		if errors.As(err, &e) {
+			e.Field = strings.TrimPrefix(strings.TrimPrefix(e.Field, batchField), ".")
 		}
 		return Prefilled{}, err
 	}
@@ -62,7 +63,7 @@ func (s *Service) Prefill(ctx context.Context, tenant string, r PrefillRequest) 
 }
 
 // batchField begins the names of fields of the first request of a batch.
-const batchField = "requests[0]."
+const batchField = "requests[0]"
 
 // PrefillBatch prefills 1 to MaxBatch prompts, one after the other. If one
 // fails, none is kept under a handle; all are checked before the first is
@@ -82,7 +83,7 @@ func (s *Service) PrefillBatch(ctx context.Context, tenant string, batch []Prefi
 		if prompts[i], err = s.check(tenant, r); err != nil {
 			var e *Error
 			if errors.As(err, &e) {
-				e.Field = fmt.Sprintf("requests[%d].%s", i, e.Field)
+				e.Field = strings.TrimSuffix(fmt.Sprintf("requests[%d].%s", i, e.Field), ".")
 			}
 			return nil, err
 		}
@@ -107,9 +108,13 @@ func (s *Service) PrefillBatch(ctx context.Context, tenant string, batch []Prefi
 		out[i], err = s.prefill(ctx, p, batch[i])
 		ends[i](err == nil)
 		if err != nil {
+			fresh := make(map[handleID]bool)
 			for k, done := range prompts[:i] {
-				if out[k].fresh { // what was there before stays
-					s.handles.remove(done.id())
+				fresh[done.id()] = fresh[done.id()] || out[k].entry.fresh
+			}
+			for k, done := range prompts[:i] {
+				if fresh[done.id()] { // what was there before stays, and what came after
+					s.handles.remove(done.id(), out[k].entry)
 				}
 			}
 			return nil, s.ended(ctx, err, "the prefill")
@@ -224,7 +229,7 @@ func (s *Service) prefill(ctx context.Context, p *prompt, r PrefillRequest) (Pre
 	return Prefilled{
 		RequestID: r.RequestID, Handle: hex.EncodeToString(p.handle[:]), Took: time.Since(began), Tokens: len(p.tokens),
 		Cached: min(cached, len(p.tokens)), Expires: e.expires,
-		fresh: have == nil,
+		entry: e,
 	}, nil
 }
 

@@ -46,6 +46,15 @@ func StopTokens(ids []int64) ([]uint32, error) {
 	return out, nil
 }
 
+// ZeroTopP and ZeroMaxTokens refuse a 0 that a caller has sent; in a request it
+// stands for what was left out.
+func ZeroTopP() error { return malformed("top_p", "0 is not above 0 and at most 1") }
+
+// ZeroMaxTokens is as ZeroTopP says.
+func ZeroMaxTokens() error {
+	return malformed("max_tokens", "0 is not between 1 and %d", MaxOutputTokens)
+}
+
 func (s Sampling) check() error {
 	switch {
 	case !(s.Temperature >= 0 && s.Temperature <= MaxTemperature):

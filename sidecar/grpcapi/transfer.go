@@ -70,7 +70,7 @@ func decodeRequest(ctx context.Context, r *transferpb.DecodeRequest) (disagg.Dec
 	}
 	if r.TopP != nil {
 		if out.Sampling.TopP = r.GetTopP(); out.Sampling.TopP == 0 {
-			out.Sampling.TopP = -1 // asked for, and not left out
+			return out, disagg.ZeroTopP()
 		}
 	}
 	var err error

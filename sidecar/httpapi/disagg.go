@@ -161,12 +161,12 @@ func (r disaggDecodeRequest) request() (disagg.DecodeRequest, error) {
 	}
 	if r.MaxTokens != nil {
 		if out.MaxTokens = *r.MaxTokens; out.MaxTokens == 0 {
-			out.MaxTokens = -1 // asked for, and not left out
+			return out, disagg.ZeroMaxTokens()
 		}
 	}
 	if r.TopP != nil {
 		if out.Sampling.TopP = *r.TopP; *r.TopP == 0 {
-			out.Sampling.TopP = -1
+			return out, disagg.ZeroTopP()
 		}
 	}
 	var err error

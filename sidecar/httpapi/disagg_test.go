@@ -105,6 +105,9 @@ func TestDisaggRefusals(t *testing.T) {
 	for _, bad := range []string{`"max_tokens": 0`, `"max_tokens": -1`, `"max_tokens": 32769`, `"temperature": 3`, `"top_p": 0`, `"stop_token_ids": [-1]`, `"deadline_ms": 600001`} {
 		f(400, "", "", decode, `{"request_id": "r", "model_id": "m", "kv_handle": "`+unknown+`", `+bad+`}`)
 	}
+	f(400, "max_tokens", "0 is not between", decode, `{"request_id": "r", "model_id": "m", "kv_handle": "`+unknown+`", "max_tokens": 0}`)
+	f(400, "top_p", "0 is not above", decode, `{"request_id": "r", "model_id": "m", "kv_handle": "`+unknown+`", "top_p": 0}`)
+	f(405, "", "takes GET, HEAD, PUT", "/kv/name", "")
 	assert.Empty(t, a.do(t, "GET", "/inventory", "").body["digest"], "nothing is stored")
 
 	r := a.do(t, "POST", prefill, promptJSON)
@@ -272,6 +275,24 @@ func TestDecodeStreams(t *testing.T) {
 	bad := a.do(t, "POST", "/disagg/decode", `{"request_id": "s", "model_id": "llama-3-8b", "stream": true, "kv_handle": "`+strings.Repeat("ab", 32)+`"}`)
 	assert.Equal(t, 404, bad.code)
 	require.Eventually(t, func() bool { return a.InFlight() == 0 }, 10*time.Second, time.Millisecond)
+}
+
+func TestAStreamForAnOldClientHasNoChunks(t *testing.T) {
+	t.Parallel()
+	a := newAPI(t, nil)
+	c, err := net.Dial("tcp", strings.TrimPrefix(a.url, "http://"))
+	require.NoError(t, err)
+	defer func() { _ = c.Close() }()
+	require.NoError(t, c.SetDeadline(time.Now().Add(time.Minute)))
+	body := strings.Replace(promptJSON, "{", `{"stream": true, `, 1)
+	_, err = fmt.Fprintf(c, "POST /disagg/prefill HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
+	require.NoError(t, err)
+	got, err := io.ReadAll(c)
+	require.NoError(t, err)
+	head, text, _ := strings.Cut(string(got), "\r\n\r\n")
+	assert.NotContains(t, strings.ToLower(head), "transfer-encoding")
+	assert.True(t, strings.HasPrefix(text, "data: {"), text)
+	assert.True(t, strings.HasSuffix(text, "}\n\ndata: [DONE]\n\n"), text)
 }
 
 func TestPrefillStreamsItsHandleFirst(t *testing.T) {

@@ -2,6 +2,7 @@ package httpapi
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -82,7 +83,7 @@ func (s *Server) stream(ctx context.Context, stop func(), c *fasthttp.RequestCtx
 	c.Response.Header.SetContentType("text/event-stream")
 	c.Response.Header.Set("Cache-Control", "no-store")
 	conn := c.Conn()
-	c.SetBodyStreamWriter(func(w *bufio.Writer) {
+	all := func(w *bufio.Writer) {
 		defer stop()
 		send := func(event string, v any) bool {
 			b, err := json.Marshal(v)
@@ -108,7 +109,17 @@ func (s *Server) stream(ctx context.Context, stop func(), c *fasthttp.RequestCtx
 		case send("", o.done):
 			_, _ = w.WriteString("data: [DONE]\n\n")
 		}
-	})
+	}
+	if c.Request.Header.IsHTTP11() {
+		c.SetBodyStreamWriter(all)
+		return
+	}
+	// HTTP/1.0 has no chunks: such a client gets all events at the end.
+	var b bytes.Buffer
+	w := bufio.NewWriter(&b)
+	all(w)
+	_ = w.Flush()
+	c.Response.SetBodyRaw(b.Bytes())
 }
 
 func problemOf(err error) problem {

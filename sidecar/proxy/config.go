@@ -109,6 +109,8 @@ type Config struct {
 	Log     zerolog.Logger
 
 	tokenizeTimeout time.Duration // longer in tests
+	readTimeout     time.Duration // shorter in tests, as the next
+	writeTimeout    time.Duration
 }
 
 // CheckEngineURL reports whether a URL can be an engine's: http, a host, no
@@ -135,6 +137,12 @@ func (c Config) fill() (Config, error) {
 	}
 	if c.tokenizeTimeout == 0 {
 		c.tokenizeTimeout = tokenizeTimeout
+	}
+	if c.readTimeout == 0 {
+		c.readTimeout = readTimeout
+	}
+	if c.writeTimeout == 0 {
+		c.writeTimeout = writeTimeout
 	}
 	if err := CheckEngineURL(c.Engine); err != nil {
 		return c, fmt.Errorf("cannot make the serving proxy with Engine %q: %w", c.Engine, err)

@@ -177,12 +177,14 @@ type exchange struct {
 // that can be sent again is, once, when a connection turns out to have been
 // closed by the engine while it was idle.
 func (p *enginePool) send(ctx context.Context, req *fasthttp.Request) (*exchange, error) {
+	streamed := req.IsBodyStream() // writing it takes the stream away
 	for fresh := false; ; fresh = true {
 		c, err := p.get(ctx, fresh)
 		if err != nil {
 			return nil, err
 		}
 		x := &exchange{pool: p, conn: c, res: &fasthttp.Response{StreamBody: true, SkipBody: req.Header.IsHead()}}
+		x.res.Header.SetNoDefaultContentType(true)
 		x.stop = context.AfterFunc(ctx, func() { _ = c.Close() })
 		began := time.Now()
 		if err = x.run(req); err == nil {
@@ -190,7 +192,7 @@ func (p *enginePool) send(ctx context.Context, req *fasthttp.Request) (*exchange
 		}
 		x.stop()
 		_ = c.Close()
-		if !c.used || c.heard || req.IsBodyStream() || ctx.Err() != nil || !stale(err) || time.Since(began) > staleWithin {
+		if !c.used || c.heard || streamed || ctx.Err() != nil || !stale(err) || time.Since(began) > staleWithin {
 			return nil, err
 		}
 	}
@@ -206,11 +208,8 @@ func (x *exchange) run(req *fasthttp.Request) error {
 		wrote = x.conn.w.Flush()
 	}
 	if wrote != nil {
-		if !req.IsBodyStream() {
-			return wrote
-		}
-		// An engine may refuse an upload before it has read all of it. If it
-		// was the client that failed, nothing comes.
+		// An engine may refuse a body before it has read all of it. If it was
+		// the client that failed, nothing comes.
 		x.res.Header.SetConnectionClose()
 		_ = x.conn.SetReadDeadline(time.Now().Add(staleWithin))
 	}

@@ -31,16 +31,22 @@ func (s *Server) forward(ctx context.Context, f *flight, whole []byte, stream io
 	if f.id != "" {
 		req.Header.Set(requestIDHeader, f.id)
 	}
+	var sent *upload
 	if stream != nil {
-		req.SetBodyStream(stream, length)
+		sent = &upload{s: s, c: c, from: stream}
+		req.SetBodyStream(sent, length)
 	} else {
 		req.SetBodyRaw(whole)
 	}
 	x, err := s.pool.send(ctx, &req)
 	if err != nil {
-		if ctx.Err() != nil {
+		switch {
+		case ctx.Err() != nil:
 			s.abandoned(f)
-		} else {
+		case sent != nil && sent.err != nil:
+			s.refuseBody(f, sent.err)
+			return
+		default:
 			s.count.engineDown.Inc()
 			s.strange.Warn().Err(err).Str("engine", s.cfg.Engine).Msg("the engine cannot be reached")
 			unavailable(c, http.StatusBadGateway, "engine_unreachable", "the engine of this pod cannot be reached")
@@ -55,7 +61,9 @@ func (s *Server) forward(ctx context.Context, f *flight, whole []byte, stream io
 	}
 	if x.body == nil { // HEAD, or a status without a body
 		c.Response.SkipBody = true
-		c.Response.Header.SetContentLength(max(x.res.Header.ContentLength(), 0))
+		if size := x.res.Header.ContentLength(); size >= 0 || c.Request.Header.IsHTTP11() {
+			c.Response.Header.SetContentLength(max(size, -1)) // of what a GET would get
+		}
 		x.close()
 		f.end()
 		return
@@ -68,6 +76,24 @@ func (s *Server) forward(ctx context.Context, f *flight, whole []byte, stream io
 	}
 	c.Response.ImmediateHeaderFlush = size < 0
 	c.Response.SetBodyStream(a, size)
+}
+
+// upload is a client's body on its way to the engine. It may take as long as it
+// wants if each part comes in time.
+type upload struct {
+	s    *Server
+	c    *fasthttp.RequestCtx
+	from io.Reader
+	err  error // why the client's part ended early
+}
+
+func (u *upload) Read(p []byte) (int, error) {
+	_ = u.c.SetReadDeadline(time.Now().Add(u.s.cfg.readTimeout))
+	n, err := u.from.Read(p)
+	if err != nil && err != io.EOF {
+		u.err = err
+	}
+	return n, err
 }
 
 // abandoned notes that the client has gone, or that this node ends at once. What
@@ -123,12 +149,10 @@ type answer struct {
 	conn net.Conn
 }
 
-// Read reads the next part and gives the client time to take it.
+// Read reads the next part, or the end, and gives the client time to take it.
 func (a *answer) Read(p []byte) (int, error) {
 	n, err := a.x.Read(p)
-	if n > 0 {
-		_ = a.conn.SetWriteDeadline(time.Now().Add(writeTimeout))
-	}
+	_ = a.conn.SetWriteDeadline(time.Now().Add(a.s.cfg.writeTimeout))
 	return n, err
 }
 

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/valyala/fasthttp"
+	"golang.org/x/net/http/httpguts"
 )
 
 const requestIDHeader = "X-Request-Id"
@@ -63,7 +64,11 @@ func legHeaders(from *fasthttp.RequestHeader) http.Header {
 		switch name := string(key); name {
 		case "Host", http.CanonicalHeaderKey(prefillerHeader), http.CanonicalHeaderKey(cacheSourceHeader), "Accept-Encoding":
 		default:
-			to[name] = append(to[name], string(value))
+			// net/http sends no request at all with one that it does not like,
+			// which would count against the pod.
+			if httpguts.ValidHeaderFieldName(name) && httpguts.ValidHeaderFieldValue(string(value)) {
+				to[name] = append(to[name], string(value))
+			}
 		}
 	}
 	to.Set("Content-Type", "application/json")

@@ -32,7 +32,7 @@ func (s *Server) untilClosed(ctx context.Context, a *answer) {
 		}
 		defer s.wg.Done()
 		defer func() { _ = a.Close() }()
-		_ = conn.SetWriteDeadline(time.Now().Add(writeTimeout))
+		_ = conn.SetWriteDeadline(time.Now().Add(s.cfg.writeTimeout))
 		_, err := conn.Write(c.Response.Header.Header())
 		if err == nil {
 			_, err = io.Copy(onlyWriter{conn}, a)

@@ -177,10 +177,11 @@ func TestPrefillPodsFail(t *testing.T) {
 				r.cache.at["bad"] = 50 // so that it is chosen first
 			}
 			if how == prefillLost {
-				time.AfterFunc(100*time.Millisecond, func() {
+				bad.answers(func(w http.ResponseWriter, q *http.Request, body []byte) {
 					r.mu.Lock()
-					defer r.mu.Unlock()
 					r.pods = append([]Pod(nil), r.pods[1:]...)
+					r.mu.Unlock()
+					answer(w, q, body)
 				})
 			}
 			got := r.do("POST", completionsPath, long(`,"stream":true`))

@@ -20,9 +20,15 @@ var errManyBodies = errors.New("too many large bodies at a time")
 // are valid until the handler returns.
 func (s *Server) readBody(f *flight) (body []byte, ok bool) {
 	body, err := s.receive(f)
-	if err == nil {
-		return body, true
+	if err != nil {
+		s.refuseBody(f, err)
+		return nil, false
 	}
+	return body, true
+}
+
+// refuseBody answers for a body that does not come as it should.
+func (s *Server) refuseBody(f *flight, err error) {
 	var timeout net.Error
 	switch {
 	case errors.Is(err, fasthttp.ErrBodyTooLarge):
@@ -35,7 +41,6 @@ func (s *Server) readBody(f *flight) (body []byte, ok bool) {
 		s.refuse(f, "bad_body", http.StatusBadRequest, "invalid_request_error", "body", "the body is cut off or is not chunked as it says")
 	}
 	f.c.SetConnectionClose() // the rest of the body may still come
-	return nil, false
 }
 
 func (s *Server) receive(f *flight) (b []byte, err error) {

@@ -85,7 +85,7 @@ func New(cfg Config) (*Server, error) {
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.http = &fasthttp.Server{
 		Name: "membrane", Handler: s.handler(), ErrorHandler: s.badRequest, Logger: quiet{cfg.Log},
-		ReadTimeout: readTimeout, IdleTimeout: idleTimeout, // writes have a deadline each, see answer
+		ReadTimeout: cfg.readTimeout, IdleTimeout: idleTimeout, // writes have a deadline each, see answer
 		StreamRequestBody: true, MaxRequestBodySize: MaxBody, DisablePreParseMultipartForm: true, ReadBufferSize: MaxHeaders,
 		// One address alone cannot shut all others out.
 		Concurrency: 4 * cfg.MaxInFlight, MaxConnsPerIP: 2 * cfg.MaxInFlight, CloseOnShutdown: true,
@@ -107,6 +107,9 @@ func (s *Server) handler() fasthttp.RequestHandler {
 			}
 		}()
 		s.serve(c)
+		// What is written before the first part of an answer, or without one.
+		// fasthttp takes the deadline away when the request has ended.
+		_ = c.SetWriteDeadline(time.Now().Add(s.cfg.writeTimeout))
 	}
 }
 
