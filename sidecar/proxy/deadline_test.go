@@ -12,13 +12,14 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/valyala/fasthttp"
 )
 
 // A client may keep its connection, and an engine may think, for longer than a
 // client may take to accept a part of an answer.
 func TestAnAnswerMayComeLongAfterTheOneBefore(t *testing.T) {
 	t.Parallel()
-	const short = 100 * time.Millisecond
+	const short = time.Second // a loaded machine may take its time between two lines
 	r := newRig(t, func(c *Config) { c.writeTimeout = short })
 	later := func() { <-time.After(3 * short) }
 	r.engine.answers(func(w http.ResponseWriter, q *http.Request, _ []byte) {
@@ -71,4 +72,31 @@ func TestAnAnswerMayComeLongAfterTheOneBefore(t *testing.T) {
 			assert.Equal(t, c.status, status)
 		})
 	}
+}
+
+// An answer of known length whose client takes no more ends at once, also where
+// the engine stands in the middle of it.
+func TestAnAnswerEndsWhereItsEngineStands(t *testing.T) {
+	t.Parallel()
+	done := make(chan struct{})
+	defer close(done)
+	r := newRig(t, func(c *Config) {
+		c.Engine = scripted(t, func(c net.Conn, _, _ int, _ string) {
+			says(c, "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nab")
+			<-done
+		})
+	})
+	var req fasthttp.Request
+	req.SetRequestURI(r.server.cfg.Engine + "/v1/files")
+	x, err := r.server.pool.send(t.Context(), &req)
+	require.NoError(t, err)
+	near, far := net.Pipe()
+	defer func() { _, _ = near.Close(), far.Close() }()
+	r.server.inFlight.Add(1)
+	f := &flight{s: r.server, c: new(fasthttp.RequestCtx), began: time.Now(), stop: func() {}}
+	a := &answer{s: r.server, f: f, x: x, conn: near}
+	_, err = io.ReadFull(a, make([]byte, 2))
+	require.NoError(t, err)
+	go func() { _ = a.Close() }()
+	r.idle()
 }

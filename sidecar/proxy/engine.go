@@ -170,6 +170,7 @@ type exchange struct {
 	body io.Reader
 	stop func() bool // of closing the connection with the context
 	end  bool        // the body was read to its end
+	got  int64       // bytes of the body so far
 }
 
 // send sends a request and reads the head of its answer. The end of ctx closes
@@ -232,6 +233,7 @@ func (x *exchange) run(req *fasthttp.Request) error {
 // Read reads the answer's body as it comes.
 func (x *exchange) Read(p []byte) (int, error) {
 	n, err := x.body.Read(p)
+	x.got += int64(n)
 	x.end = x.end || err == io.EOF
 	return n, err
 }

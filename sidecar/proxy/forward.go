@@ -158,8 +158,7 @@ func (a *answer) Read(p []byte) (int, error) {
 
 // Close ends the request to the engine, wherever its answer is.
 func (a *answer) Close() error {
-	size := a.x.res.Header.ContentLength()
-	if !a.x.end && size >= 0 { // fasthttp does not read on to the end of what it has counted
+	if !a.x.end && a.x.got == int64(a.x.res.Header.ContentLength()) { // fasthttp does not read on to the end of what it has counted
 		_, _ = a.x.Read(make([]byte, 1))
 	}
 	if !a.x.end {
