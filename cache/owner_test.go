@@ -1,6 +1,7 @@
 package cache
 
 import (
+	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -155,6 +156,37 @@ func TestOtherSizesFindRoom(t *testing.T) {
 	}
 	settled(t, c)
 	balanced(t, c)
+}
+
+// Values of any size, four fifths of the budget together, are all kept: what is
+// cut for one size and not used is not missed by the others.
+func TestAllSizesShareTheArena(t *testing.T) {
+	for name, size := range map[string]func(*rand.Rand) int{
+		"even":        func(r *rand.Rand) int { return 1 + r.IntN(256<<10) },
+		"logarithmic": func(r *rand.Rand) int { n := 512 << r.IntN(10); return n + r.IntN(n) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			const budget = 64 << 20
+			c := open(t, Config{Budget: budget})
+			s := space(t, c, "a")
+			r := rand.New(rand.NewPCG(1, 2))
+			n := 0
+			for bytes := 0; bytes < budget*8/10; n++ {
+				k := size(r)
+				bytes += k
+				put(t, s, n, k)
+			}
+			settled(t, c)
+			here := 0
+			for i := range n {
+				if s.Has(formA, hash(i)) {
+					here++
+				}
+			}
+			assert.Equal(t, n, here, "%d bytes are free", c.Stats().FreeBytes)
+			balanced(t, c)
+		})
+	}
 }
 
 // Evacuation leaves what is in use alone.
