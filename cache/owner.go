@@ -279,8 +279,12 @@ func (c *Cache) evacuate(size int64) bool {
 		return c.dropOldest(c.alloc.slotSize(size))
 	}
 	var out []*page
+	var bad []*slab
 	for e := bestLo; ; e = e.next {
 		if e.slab != nil {
+			if e.slab.bad > 0 {
+				bad = append(bad, e.slab)
+			}
 			for _, p := range e.slab.owner {
 				if p != nil {
 					out = append(out, p)
@@ -293,6 +297,9 @@ func (c *Cache) evacuate(size int64) bool {
 	}
 	for _, p := range out {
 		c.drop(p, kvwire.ReasonCapacity)
+	}
+	for _, s := range bad {
+		c.quarantine.clear(c.alloc, s)
 	}
 	c.counters.evacuations.Add(1)
 	return true
@@ -320,7 +327,8 @@ func (c *Cache) dropOldest(size int64) bool {
 }
 
 // movable returns what would be lost with a slab, and whether all of it belongs
-// to pages that nobody refers to. A page counts by its bytes over its age: its
+// to pages that nobody refers to or is in quarantine: kept for ever and in every
+// slab, few corrupt bytes would else stand in the way of all other sizes. A page counts by its bytes over its age: its
 // chance to be asked for again falls about as its age grows, and without this
 // the first pages of a new size, alone in their slab, would be the next to go.
 // It needs c.mu.
@@ -339,5 +347,5 @@ func (c *Cache) movable(s *slab) (int64, bool) {
 		owned++
 		loss += s.class.size << lossBits / (1 + int64(c.turn-p.turn))
 	}
-	return loss, owned == s.used
+	return loss, owned+s.bad == s.used
 }

@@ -21,6 +21,7 @@ type slab struct {
 	slots int32
 	fresh int32 // slots from here on were never used
 	used  int32
+	bad   int32   // of these in quarantine
 	freed []int32 // used before and free now, last freed last
 	owner []*page // per slot: the page whose object it holds, nil if none
 
