@@ -149,6 +149,9 @@ func (c *Cache) shortage() int64 {
 func (c *Cache) takeBatch(w *workspace, want, need int64, most int) (maxCost int64) {
 	w.batch = w.batch[:0]
 	for taken := int64(0); taken < want && len(w.batch) < most && c.window.tail != nil; {
+		if taken >= need && c.window.head == c.window.tail {
+			break // larger than the window is to be: the policy has no room for it
+		}
 		p := c.oldest()
 		c.window.remove(p)
 		p.place = inPolicy

@@ -369,6 +369,27 @@ func TestCorruptObjectsAreQuarantined(t *testing.T) {
 	assert.Equal(t, c.arena.Size(), c.Stats().FreeBytes+64<<10)
 }
 
+// An object is kept whatever part of the budget it takes beside the reserve.
+func TestOneObjectMayTakeTheBudget(t *testing.T) {
+	const budget = 16 << 20
+	for _, part := range []float64{0.5, 0.9, 0.95, 0.98, 0.989} {
+		c := open(t, Config{Budget: budget})
+		s := space(t, c, "a")
+		put(t, s, 1, 32<<10)
+		put(t, s, 2, int(part*budget))
+		for range 3 {
+			c.kick <- struct{}{} // until the owner has looked
+		}
+		assert.True(t, s.Has(formA, hash(2)), "%v of the budget", part)
+		put(t, s, 3, 32<<10)
+		for range 3 {
+			c.kick <- struct{}{} // until the owner has looked
+		}
+		assert.True(t, s.Has(formA, hash(3)), "after %v of the budget", part)
+		balanced(t, c)
+	}
+}
+
 // What is in quarantine does not stand in the way of another size.
 func TestQuarantineMakesRoomForAnotherSize(t *testing.T) {
 	const budget, n = 32 << 20, 4 << 10
