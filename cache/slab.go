@@ -121,11 +121,11 @@ func (a *allocator) alloc(n int64) (slot, bool) {
 	return slot{s, s.ext.off + int64(i)*size}, true
 }
 
-// grow adds a slab to c, of about an eighth of what c has: what is free in the
+// grow adds a slab to c, of about a 32nd of what c has: what is free in the
 // slabs of a size is of no use to others, and a hundred sizes with a whole slab
 // each would leave most of the arena so.
 func (a *allocator) grow(c *class) bool {
-	n := max(1, min(a.slabGoal, max(leastSlab, c.bytes/8))/c.size)
+	n := max(1, min(a.slabGoal, max(leastSlab, c.bytes/32))/c.size)
 	ext := a.x.take(n*c.size, c.size, c.size)
 	if ext == nil {
 		return false
