@@ -19,13 +19,6 @@ func TestHeapPerPage(t *testing.T) {
 		t.Skip("the race detector has its own costs")
 	}
 	const pages = 100_000
-	heap := func() int64 {
-		runtime.GC()
-		runtime.GC()
-		var m runtime.MemStats
-		runtime.ReadMemStats(&m)
-		return int64(m.HeapInuse)
-	}
 	before := heap()
 	c := open(t, Config{Budget: 256 * pages * 108 / 100, ExpectedPages: pages})
 	s := space(t, c, "a")
@@ -40,6 +33,42 @@ func TestHeapPerPage(t *testing.T) {
 	t.Logf("%d bytes of heap per page, %d pages, %d in the policy", per, n, c.Stats().PolicyBytes/256)
 	assert.Greater(t, n, int64(pages*9/10))
 	assert.LessOrEqual(t, per, int64(512))
+	runtime.KeepAlive(c)
+}
+
+// heap returns the bytes of the heap that are in use.
+func heap() int64 {
+	runtime.GC()
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapInuse)
+}
+
+// Nor does the heap grow when many models or tenants fill the cache one after the
+// other: what they once had costs nothing.
+func TestHeapPerPageAfterOtherSpaces(t *testing.T) {
+	if raceOn {
+		t.Skip("the race detector has its own costs")
+	}
+	const pages = 40_000
+	before := heap()
+	c := open(t, Config{Budget: 256 * pages, ExpectedPages: pages})
+	b := make([]byte, 256)
+	var per [8]int64
+	for k := range per {
+		s, err := c.Space("a", kvwire.Namespace{byte(k)})
+		require.NoError(t, err)
+		for i := range pages * 5 / 4 {
+			_, err := s.Put(one, formA, hash(i), b)
+			require.NoError(t, err)
+		}
+		settled(t, c)
+		per[k] = (heap() - before) / c.Stats().Pages
+	}
+	t.Logf("bytes of heap per page: %d", per)
+	assert.Less(t, per[len(per)-1], per[0]*5/4)
+	balanced(t, c)
 	runtime.KeepAlive(c)
 }
 

@@ -79,17 +79,34 @@ type lineage struct {
 
 func (g *lineage) init() { g.awaited = make(map[uint64]*expected) }
 
-func (g *lineage) await(key uint64, e *expected) {
-	if _, ok := g.awaited[key]; !ok {
-		if len(g.ring) < maxExpected {
-			g.ring = append(g.ring, key)
-		} else {
-			delete(g.awaited, g.ring[g.next])
-			g.ring[g.next] = key
-			g.next = (g.next + 1) % maxExpected
-		}
+// await remembers that the page of key comes after prev. There is one entry of
+// each key, which all requests share: with one of each request, prompts that
+// begin alike would keep that beginning as often as there are of them.
+func (g *lineage) await(key uint64, prev *expected) *expected {
+	e := g.awaited[key]
+	if e == nil {
+		e = new(expected)
+		g.remember(key)
+		g.awaited[key] = e
 	}
-	g.awaited[key] = e
+	if prev != nil {
+		e.prev = prev
+	}
+	return e
+}
+
+// remember puts key into the ring, where the oldest one may have to leave.
+func (g *lineage) remember(key uint64) {
+	if len(g.ring) < maxExpected {
+		g.ring = append(g.ring, key)
+		return
+	}
+	if old := g.awaited[g.ring[g.next]]; old != nil {
+		old.prev = nil // later ones refer to it
+		delete(g.awaited, g.ring[g.next])
+	}
+	g.ring[g.next] = key
+	g.next = (g.next + 1) % maxExpected
 }
 
 // arrived returns the page before one that is here now, or nil.
@@ -126,8 +143,7 @@ func (c *Cache) asked(t *trail, p *page, key uint64) {
 	if t.last == nil && t.page != nil {
 		t.last = &expected{page: t.page}
 	}
-	t.last = &expected{prev: t.last}
-	c.lineage.await(key, t.last)
+	t.last = c.lineage.await(key, t.last)
 	t.page = nil
 }
 

@@ -57,6 +57,45 @@ func TestTheEndOfAPromptLeavesFirst(t *testing.T) {
 	balanced(t, c)
 }
 
+// Prompts that begin alike and are never stored, as at a node that only reads,
+// are remembered once: what is kept of them is bounded.
+func TestWhatIsExpectedIsBounded(t *testing.T) {
+	c := open(t, Config{})
+	s := space(t, c, "a")
+	name := func(hs []kvwire.Hash) {
+		p, _, err := s.Hold(LeaseRequest{Form: formA, Shards: 1, Hashes: hs, TTL: time.Minute, Holders: 1}, nil)
+		require.NoError(t, err)
+		p.Drop()
+	}
+	kept := func() int {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		seen := map[*expected]bool{}
+		for _, e := range c.lineage.awaited {
+			for ; e != nil && !seen[e]; e = e.prev {
+				seen[e] = true
+			}
+		}
+		return len(seen)
+	}
+	const alike, prompts = 100, 1000
+	for i := range prompts {
+		name(append(hashes(0, alike), hash(1000+i)))
+	}
+	assert.Equal(t, alike+prompts, kept(), "each page once")
+	for i := range 2 * maxExpected { // each prompt goes on where the last one ended
+		name(hashes(10_000+i, 10_002+i))
+	}
+	assert.LessOrEqual(t, kept(), maxExpected+1)
+
+	last := 10_000 + 2*maxExpected
+	put(t, s, last-1, 8)
+	put(t, s, last, 8)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	assert.Same(t, s.pages[hash(last-1)], s.pages[hash(last)].parent, "and of use all the same")
+}
+
 // A client may name pages in any order, also in a ring.
 func TestPagesInARingDoNoHarm(t *testing.T) {
 	const n, pages = 4 << 10, 512

@@ -72,6 +72,11 @@ const maxBatch = 512
 // although enough bytes are free.
 const maxPressed = 4
 
+// crumbs is the part of the budget that may be free beside the reserve and of no
+// use to a store that waits, so that the policy is asked for more: where it is
+// larger, what the policy lets go of is as useless, and all would go that way.
+const crumbs = 1. / 32
+
 // balance moves the oldest pages of the window into the policy until the
 // window has its size, the reserve is free and no store waits. Each page of
 // the window moves at most once: those that come back are in use.
@@ -87,7 +92,7 @@ func (c *Cache) balance(w *workspace) {
 			moves, evacuations = c.window.count+maxBatch, len(c.waiting)
 		}
 		need, want := c.shortage(), c.window.bytes-c.windowGoal
-		if len(c.waiting) > 0 && pressed < maxPressed {
+		if len(c.waiting) > 0 && pressed < maxPressed && c.alloc.free() < c.reserve+c.cfg.part(crumbs) {
 			// Some of what is free may be too small for any slot, so that the
 			// policy must be asked before a run of the arena is emptied.
 			need = max(need, c.alloc.slotSize(c.waiting[0].size))
@@ -144,6 +149,9 @@ func (c *Cache) shortage() int64 {
 func (c *Cache) takeBatch(w *workspace, want, need int64, most int) (maxCost int64) {
 	w.batch = w.batch[:0]
 	for taken := int64(0); taken < want && len(w.batch) < most && c.window.tail != nil; {
+		if taken >= need && c.window.head == c.window.tail {
+			break // larger than the window is to be: the policy has no room for it
+		}
 		p := c.oldest()
 		c.window.remove(p)
 		p.place = inPolicy
@@ -241,7 +249,8 @@ const lossBits = 16
 // evacuate empties the run of the arena whose pages are the least loss of those
 // that stand in the way of a slot for size bytes. Slots have fixed sizes, so a
 // cache full of one size has no room for another until a whole slab is empty.
-// It reports whether it made room, and needs c.mu.
+// If something in each run is in use, the oldest page of the same size makes
+// room. It reports whether there is room, and needs c.mu.
 func (c *Cache) evacuate(size int64) bool {
 	need := roundUp(c.alloc.slotSize(size), pageSize)
 	var bestLo, bestHi *extent
@@ -270,11 +279,15 @@ func (c *Cache) evacuate(size int64) bool {
 		}
 	}
 	if bestLo == nil {
-		return false
+		return c.dropOldest(c.alloc.slotSize(size))
 	}
 	var out []*page
+	var bad []*slab
 	for e := bestLo; ; e = e.next {
 		if e.slab != nil {
+			if e.slab.bad > 0 {
+				bad = append(bad, e.slab)
+			}
 			for _, p := range e.slab.owner {
 				if p != nil {
 					out = append(out, p)
@@ -288,12 +301,37 @@ func (c *Cache) evacuate(size int64) bool {
 	for _, p := range out {
 		c.drop(p, kvwire.ReasonCapacity)
 	}
+	for _, s := range bad {
+		c.quarantine.clear(c.alloc, s)
+	}
 	c.counters.evacuations.Add(1)
 	return true
 }
 
+// dropOldest drops the oldest page with a slot of the given size, if there is
+// one that nobody refers to. It needs c.mu.
+func (c *Cache) dropOldest(size int64) bool {
+	var old *page
+	for e := c.alloc.x.head; e != nil; e = e.next {
+		if e.slab == nil || e.slab.class.size != size {
+			continue
+		}
+		for _, p := range e.slab.owner {
+			if p != nil && p.place != gone && mayFree(p) && (old == nil || c.turn-p.turn > c.turn-old.turn) {
+				old = p
+			}
+		}
+	}
+	if old == nil {
+		return false
+	}
+	c.drop(old, kvwire.ReasonCapacity)
+	return true
+}
+
 // movable returns what would be lost with a slab, and whether all of it belongs
-// to pages that nobody refers to. A page counts by its bytes over its age: its
+// to pages that nobody refers to or is in quarantine: kept for ever and in every
+// slab, few corrupt bytes would else stand in the way of all other sizes. A page counts by its bytes over its age: its
 // chance to be asked for again falls about as its age grows, and without this
 // the first pages of a new size, alone in their slab, would be the next to go.
 // It needs c.mu.
@@ -312,5 +350,5 @@ func (c *Cache) movable(s *slab) (int64, bool) {
 		owned++
 		loss += s.class.size << lossBits / (1 + int64(c.turn-p.turn))
 	}
-	return loss, owned == s.used
+	return loss, owned+s.bad == s.used
 }

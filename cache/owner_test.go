@@ -1,6 +1,7 @@
 package cache
 
 import (
+	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -155,6 +156,99 @@ func TestOtherSizesFindRoom(t *testing.T) {
 	}
 	settled(t, c)
 	balanced(t, c)
+}
+
+// A cache whose pages are pinned here and there has no run for larger ones. It
+// does not empty itself for their sake.
+func TestStoresThatFindNoRunLeaveTheRest(t *testing.T) {
+	const budget, size = 64 << 20, 16 << 10
+	c := open(t, Config{Budget: budget})
+	s := space(t, c, "a")
+	for i := range budget / size {
+		put(t, s, i, size)
+	}
+	settled(t, c)
+	for i := 0; i < budget/size; i += 10 {
+		_, _, err := s.Pin(formA, hashes(i, i+1), time.Hour)
+		require.NoError(t, err)
+	}
+	c.cfg.AllocWait = time.Millisecond
+	b := make([]byte, 256<<10)
+	for i := range 300 {
+		_, err := s.Put(one, formA, hash(1_000_000+i), b)
+		require.NoError(t, err)
+	}
+	settled(t, c)
+	st := c.Stats()
+	assert.Less(t, st.FreeBytes, int64(budget/16), "%+v", st)
+	balanced(t, c)
+}
+
+// Where much is free but of no use to a size, and something in each run is in
+// use, the oldest page of that size makes room.
+func TestOldestOfItsSizeMakesRoom(t *testing.T) {
+	const budget, size, other = 64 << 20, 16 << 10, 20 << 10
+	c := open(t, Config{Budget: budget})
+	s := space(t, c, "a")
+	pages, others := budget*88/100/size, budget/10/other
+	pin := func(i int) {
+		_, _, err := s.Pin(formA, hashes(i, i+1), time.Hour)
+		require.NoError(t, err)
+	}
+	for i := range others {
+		if put(t, s, 1_000_000+i, other); i%3 == 0 {
+			pin(1_000_000 + i)
+		}
+	}
+	for i := range pages {
+		if put(t, s, i, size); i%4 == 0 {
+			pin(i)
+		}
+	}
+	for i := range others {
+		if i%3 != 0 {
+			s.Remove(formA, hash(1_000_000+i))
+		}
+	}
+	for i := range pages {
+		if put(t, s, 2_000_000+i, size); i < 150 { // what no size had until now
+			pin(2_000_000 + i)
+		}
+	}
+	assert.Greater(t, c.Stats().FreeBytes, int64(budget/20))
+	assert.True(t, s.Has(formA, hash(2_000_000+pages-1)))
+	balanced(t, c)
+}
+
+// Values of any size, four fifths of the budget together, are all kept: what is
+// cut for one size and not used is not missed by the others.
+func TestAllSizesShareTheArena(t *testing.T) {
+	for name, size := range map[string]func(*rand.Rand) int{
+		"even":        func(r *rand.Rand) int { return 1 + r.IntN(256<<10) },
+		"logarithmic": func(r *rand.Rand) int { n := 512 << r.IntN(10); return n + r.IntN(n) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			const budget = 64 << 20
+			c := open(t, Config{Budget: budget})
+			s := space(t, c, "a")
+			r := rand.New(rand.NewPCG(1, 2))
+			n := 0
+			for bytes := 0; bytes < budget*8/10; n++ {
+				k := size(r)
+				bytes += k
+				put(t, s, n, k)
+			}
+			settled(t, c)
+			here := 0
+			for i := range n {
+				if s.Has(formA, hash(i)) {
+					here++
+				}
+			}
+			assert.Equal(t, n, here, "%d bytes are free", c.Stats().FreeBytes)
+			balanced(t, c)
+		})
+	}
 }
 
 // Evacuation leaves what is in use alone.

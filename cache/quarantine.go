@@ -1,6 +1,10 @@
 package cache
 
-import "membrane/kvwire"
+import (
+	"slices"
+
+	"membrane/kvwire"
+)
 
 // quarantine keeps the slots of corrupt objects for inspection, up to a limit
 // and oldest first out. It is guarded by Cache.mu.
@@ -16,12 +20,30 @@ func (q *quarantine) put(a *allocator, s slot) {
 		return
 	}
 	for guard.quarantineCap() && len(q.slots) > 0 && q.bytes+s.size() > q.limit {
-		q.bytes -= q.slots[0].size()
-		a.release(q.slots[0])
+		q.release(a, q.slots[0])
 		q.slots = q.slots[1:]
 	}
 	q.bytes += s.size()
+	s.slab.bad++
 	q.slots = append(q.slots, s)
+}
+
+// release gives a slot back that is kept.
+func (q *quarantine) release(a *allocator, s slot) {
+	q.bytes -= s.size()
+	s.slab.bad--
+	a.release(s)
+}
+
+// clear gives back what is kept of a slab.
+func (q *quarantine) clear(a *allocator, of *slab) {
+	q.slots = slices.DeleteFunc(q.slots, func(s slot) bool {
+		if s.slab != of {
+			return false
+		}
+		q.release(a, s)
+		return true
+	})
 }
 
 // condemn takes a page whose object failed its checksum out of the table and

@@ -4,6 +4,8 @@ import "math/bits"
 
 const (
 	slabBytes = 4 << 20
+	// leastSlab is the first slab of a class, about.
+	leastSlab = 64 << 10
 	// maxExact is how many classes may have exactly the size that was asked
 	// for. Later ones are rounded up to an eighth of a power of two, so that
 	// odd sizes cannot cut the arena into classes without end.
@@ -19,6 +21,7 @@ type slab struct {
 	slots int32
 	fresh int32 // slots from here on were never used
 	used  int32
+	bad   int32   // of these in quarantine
 	freed []int32 // used before and free now, last freed last
 	owner []*page // per slot: the page whose object it holds, nil if none
 
@@ -30,6 +33,7 @@ type slab struct {
 type class struct {
 	size  int64
 	slabs int
+	bytes int64 // of its slabs
 	avail *slab // slabs with a free slot, last freed first
 }
 
@@ -117,9 +121,11 @@ func (a *allocator) alloc(n int64) (slot, bool) {
 	return slot{s, s.ext.off + int64(i)*size}, true
 }
 
-// grow adds a slab to c.
+// grow adds a slab to c, of about a 32nd of what c has: what is free in the
+// slabs of a size is of no use to others, and a hundred sizes with a whole slab
+// each would leave most of the arena so.
 func (a *allocator) grow(c *class) bool {
-	n := max(1, a.slabGoal/c.size)
+	n := max(1, min(a.slabGoal, max(leastSlab, c.bytes/32))/c.size)
 	ext := a.x.take(n*c.size, c.size, c.size)
 	if ext == nil {
 		return false
@@ -128,6 +134,7 @@ func (a *allocator) grow(c *class) bool {
 	s.owner = make([]*page, s.slots)
 	ext.slab = s
 	c.slabs++
+	c.bytes += ext.size
 	c.list(s)
 	return true
 }
@@ -142,6 +149,7 @@ func (a *allocator) release(at slot) {
 	if s.used == 0 {
 		c.unlist(s)
 		c.slabs--
+		c.bytes -= s.ext.size
 		if c.slabs == 0 {
 			delete(a.classes, c.size)
 		}

@@ -257,7 +257,7 @@ func (c *Cache) enterObject(s *Space, sl *Slot, o object) {
 	case p == nil:
 		c.born++
 		p = &page{space: s, hash: sl.hash, key: s.key(&sl.hash), born: c.born, place: gone}
-		s.pages[sl.hash] = p
+		s.enter(p)
 		c.adapt(p.key, o.slot.size())
 		c.pages++
 	case p.place == inWindow:

@@ -369,6 +369,50 @@ func TestCorruptObjectsAreQuarantined(t *testing.T) {
 	assert.Equal(t, c.arena.Size(), c.Stats().FreeBytes+64<<10)
 }
 
+// An object is kept whatever part of the budget it takes beside the reserve.
+func TestOneObjectMayTakeTheBudget(t *testing.T) {
+	const budget = 16 << 20
+	for _, part := range []float64{0.5, 0.9, 0.95, 0.98, 0.989} {
+		c := open(t, Config{Budget: budget})
+		s := space(t, c, "a")
+		put(t, s, 1, 32<<10)
+		put(t, s, 2, int(part*budget))
+		for range 3 {
+			c.kick <- struct{}{} // until the owner has looked
+		}
+		assert.True(t, s.Has(formA, hash(2)), "%v of the budget", part)
+		put(t, s, 3, 32<<10)
+		for range 3 {
+			c.kick <- struct{}{} // until the owner has looked
+		}
+		assert.True(t, s.Has(formA, hash(3)), "after %v of the budget", part)
+		balanced(t, c)
+	}
+}
+
+// What is in quarantine does not stand in the way of another size.
+func TestQuarantineMakesRoomForAnotherSize(t *testing.T) {
+	const budget, n = 32 << 20, 4 << 10
+	c := open(t, Config{Budget: budget, AllocWait: 50 * time.Millisecond})
+	s := space(t, c, "a")
+	for i := range budget / n {
+		put(t, s, i, n)
+	}
+	settled(t, c)
+	for i := 0; c.Stats().Corrupt < budget/n/150; i += 120 {
+		if v, _ := s.View(one, formA, hash(i), false); v != nil {
+			v.Check(v.Sum() + 1)
+			v.Close()
+		}
+	}
+	require.NotZero(t, c.Stats().QuarantineBytes)
+	c.cfg.AllocWait = settleTime
+	put(t, s, budget, 8<<20)
+	balanced(t, c)
+	s.Reset()
+	assert.Equal(t, c.arena.Size(), c.Stats().FreeBytes+c.Stats().QuarantineBytes)
+}
+
 func TestStoreWaitsForRoomThenIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, err := New(Config{Budget: 1 << 20, AllocWait: 7 * time.Millisecond})

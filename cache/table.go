@@ -2,6 +2,7 @@ package cache
 
 import (
 	"hash/maphash"
+	"maps"
 	"slices"
 
 	"membrane/kvwire"
@@ -160,7 +161,38 @@ type Space struct {
 
 	// Guarded by Cache.mu.
 	pages map[kvwire.Hash]*page
+	most  int    // pages since the map was made
 	epoch uint64 // counts resets
+}
+
+// enter puts a page into the map. It needs c.mu.
+func (s *Space) enter(p *page) {
+	s.pages[p.hash] = p
+	s.most = max(s.most, len(s.pages))
+}
+
+const (
+	// leastMap is how many pages a map has held that is worth making smaller.
+	leastMap = 1 << 10
+	// mostCopied bounds how long that takes: some 10 ms.
+	mostCopied = 1 << 15
+)
+
+// leave takes a page out of the map. A map never gives memory back, and spaces
+// may fill the cache one after the other, so one that is nearly empty is copied.
+// It needs c.mu.
+func (s *Space) leave(p *page) {
+	if s.pages[p.hash] != p {
+		return
+	}
+	delete(s.pages, p.hash)
+	if s.most < leastMap || len(s.pages) > min(s.most/8, mostCopied) {
+		return
+	}
+	s.most = len(s.pages)
+	old := s.pages
+	s.pages = make(map[kvwire.Hash]*page, len(old))
+	maps.Copy(s.pages, old)
 }
 
 // Tenant returns the tenant's name.
@@ -252,7 +284,7 @@ func (s *Space) Reset() int {
 	}
 	s.epoch++
 	old := s.pages
-	s.pages = make(map[kvwire.Hash]*page)
+	s.pages, s.most = make(map[kvwire.Hash]*page), 0
 	n := 0
 	for _, p := range old {
 		c.drop(p, kvwire.ReasonDropped)
@@ -320,9 +352,7 @@ func (c *Cache) forget(p *page, why kvwire.Reason) {
 	p.place = gone
 	p.gen++
 	p.orphan()
-	if p.space.pages[p.hash] == p {
-		delete(p.space.pages, p.hash)
-	}
+	p.space.leave(p)
 	c.pages--
 	c.resident -= p.bytes
 	p.forms(func(f *formSet) {
