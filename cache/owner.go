@@ -331,10 +331,10 @@ func (c *Cache) dropOldest(size int64) bool {
 
 // movable returns what would be lost with a slab, and whether all of it belongs
 // to pages that nobody refers to or is in quarantine: kept for ever and in every
-// slab, few corrupt bytes would else stand in the way of all other sizes. A page counts by its bytes over its age: its
-// chance to be asked for again falls about as its age grows, and without this
-// the first pages of a new size, alone in their slab, would be the next to go.
-// It needs c.mu.
+// slab, few corrupt bytes would else stand in the way of all other sizes. A page
+// counts by its bytes over its age: its chance to be asked for again falls about
+// as its age grows, and without this the first pages of a new size, alone in
+// their slab, would be the next to go. It needs c.mu.
 func (c *Cache) movable(s *slab) (int64, bool) {
 	if s == nil {
 		return 0, true
