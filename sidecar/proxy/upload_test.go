@@ -96,7 +96,7 @@ func TestAnUploadThatFailsIsTheClientsFault(t *testing.T) {
 // Only a part that does not come ends an upload, however long the whole takes.
 func TestAnUploadMayTakeLong(t *testing.T) {
 	t.Parallel()
-	const most = 400 * time.Millisecond
+	const most = 2 * time.Second // a loaded machine may take its time between two lines
 	r := newRig(t, func(c *Config) { c.readTimeout = most })
 	c, err := net.Dial("tcp", strings.TrimPrefix(r.url, "http://"))
 	require.NoError(t, err)
