@@ -116,8 +116,8 @@ type flight struct {
 	leg   leg
 	id    string // X-Request-Id where this node gives one
 	began time.Time
-	stop  func() // of the watch on the client's connection
-	taken int64  // of s.bodies
+	stop  func()       // of the watch on the client's connection
+	taken atomic.Int64 // of s.bodies
 	ended atomic.Bool
 
 	buffers *buffers // while the handler runs
@@ -128,10 +128,14 @@ func (f *flight) end() {
 		return
 	}
 	f.stop()
-	f.s.bodies.Release(f.taken)
+	f.releaseBody()
 	f.s.count.answered(f.route, f.c.Response.StatusCode(), f.began)
 	f.s.inFlight.Add(-1) // last: who sees it ended sees it counted
 }
+
+// releaseBody gives back the room that the body took, once the body is with the
+// engine or not wanted: an answer may stream for much longer.
+func (f *flight) releaseBody() { f.s.bodies.Release(f.taken.Swap(0)) }
 
 // rescue ends the flight of a handler that panics, which goes on.
 func (f *flight) rescue() {

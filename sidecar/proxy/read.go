@@ -64,11 +64,11 @@ func (s *Server) receive(f *flight) (b []byte, err error) {
 		}
 		if len(b) == cap(b) {
 			n := min(2*cap(b), MaxBody+1)
-			more := max(int64(n)-f.taken, 0)
+			more := max(int64(n)-f.taken.Load(), 0)
 			if !s.bodies.TryAcquire(more) {
 				return nil, errManyBodies
 			}
-			f.taken += more
+			f.taken.Add(more)
 			b = append(make([]byte, 0, n), b...)
 		}
 		n, err := r.Read(b[len(b):cap(b)])

@@ -111,6 +111,30 @@ func TestBodyLimit(t *testing.T) {
 	assert.True(t, r.server.bodies.TryAcquire(maxBodies), "all room was given back")
 }
 
+// The room for large bodies is for those on their way: an answer may stream for
+// minutes after its request is with the engine.
+func TestAStreamedAnswerKeepsNoRoomForBodies(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	more := make(chan struct{})
+	r.engine.answers(func(w http.ResponseWriter, _ *http.Request, _ []byte) {
+		_, _ = io.WriteString(w, "data: 1\n\n")
+		w.(http.Flusher).Flush()
+		<-more
+	})
+	res, err := client.Post(r.url+completionsPath, "application/json", strings.NewReader(`{"stream":true,"prompt":"`+strings.Repeat("a", 1<<20)+`"}`))
+	require.NoError(t, err)
+	_, err = io.ReadFull(res.Body, make([]byte, 9))
+	require.NoError(t, err)
+	require.True(t, r.server.bodies.TryAcquire(maxBodies))
+	close(more)
+	_, err = io.ReadAll(res.Body)
+	require.NoError(t, err)
+	_ = res.Body.Close()
+	r.idle()
+	r.server.bodies.Release(maxBodies) // which fails where more was given back than taken
+}
+
 func TestHeadLimit(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)

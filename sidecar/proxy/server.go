@@ -239,7 +239,7 @@ func (s *Server) complete(c *fasthttp.RequestCtx, of route) {
 	}
 	defer f.rescue()
 	f.buffers = takeBuffers()
-	defer f.buffers.give()
+	defer func() { f.buffers.give(); f.releaseBody() }()
 	raw, ok := s.readBody(f)
 	if !ok {
 		return
