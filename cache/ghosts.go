@@ -14,6 +14,7 @@ const (
 	ghostNone   = iota
 	ghostWindow // refused on leaving the window: a larger window had kept it
 	ghostPolicy // evicted by the policy: a smaller window had kept it
+	ghostRoom   // made room for another size: no window had kept it
 )
 
 func (g *ghosts) init(pages int64) {
@@ -29,12 +30,14 @@ func (g *ghosts) at(key uint64) *uint32 { return &g.slots[key&uint64(len(g.slots
 func tag(key uint64) uint32 { return uint32(key>>32) &^ 3 }
 
 func (g *ghosts) put(key uint64, why kvwire.Reason) {
-	fate := uint32(ghostPolicy)
 	if why == kvwire.ReasonRejected {
-		fate = ghostWindow
+		g.set(key, ghostWindow)
+		return
 	}
-	*g.at(key) = tag(key) | fate
+	g.set(key, ghostPolicy)
 }
+
+func (g *ghosts) set(key uint64, fate uint32) { *g.at(key) = tag(key) | fate }
 
 // take returns the fate of a page that came back, and forgets it.
 func (g *ghosts) take(key uint64) uint32 {
@@ -47,14 +50,18 @@ func (g *ghosts) take(key uint64) uint32 {
 	return fate
 }
 
-// adapt moves the bound between window and policy when a page of so many bytes
+// returned notes that a page comes back that had left, and moves the bound between window and policy when a page of so many bytes
 // comes back that had left: to where that page would have stayed, as ARC does
 // (Megiddo and Modha, 2003), but by half of its size and whatever the odds: with
 // ARC's own steps the bound swung about on traces of a few cache sizes. It
 // needs c.mu.
-func (c *Cache) adapt(key uint64, bytes int64) {
+func (c *Cache) returned(key uint64, bytes int64) {
 	fate := c.ghosts.take(key)
-	if fate == ghostNone || !c.adaptive {
+	if fate == ghostNone {
+		return
+	}
+	c.counters.returned.Add(1)
+	if fate == ghostRoom || !c.adaptive {
 		return
 	}
 	step := bytes / 2

@@ -125,19 +125,52 @@ func TestTheWindowFollowsWhatComesBack(t *testing.T) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	goal := c.windowGoal
-	c.adapt(7, n)
+	c.returned(7, n)
 	assert.Equal(t, goal, c.windowGoal, "a page that never left")
 	for i := range uint64(10 * pages) {
 		c.ghosts.put(i, kvwire.ReasonCapacity)
-		c.adapt(i, n)
+		c.returned(i, n)
 	}
 	assert.Equal(t, c.windowLeast, c.windowGoal)
 	c.ghosts.put(7, kvwire.ReasonRejected)
-	c.adapt(7, n)
+	c.returned(7, n)
 	assert.Equal(t, c.windowLeast+n/2, c.windowGoal)
 	for i := range uint64(10 * pages) {
 		c.ghosts.put(i, kvwire.ReasonRejected)
-		c.adapt(i, n)
+		c.returned(i, n)
 	}
 	assert.Equal(t, c.room, c.windowGoal)
+}
+
+// A cache that is too small says so: what was stored, left for want of room and
+// is stored again is counted, whether the policy or another size took the room.
+func TestPagesThatComeBackAreCounted(t *testing.T) {
+	const n, pages = 4 << 10, 1024
+	c := open(t, Config{Budget: n * pages, ExpectedPages: 4 * pages})
+	s := space(t, c, "a")
+	again := func() uint64 {
+		before := c.Stats().Returned
+		for i := range pages {
+			if !s.Has(formA, hash(i)) {
+				put(t, s, i, n)
+			}
+		}
+		settled(t, c)
+		return c.Stats().Returned - before
+	}
+	assert.Zero(t, again(), "new pages")
+	s.Remove(formA, hash(pages-1))
+	put(t, s, pages-1, n)
+	assert.Zero(t, c.Stats().Returned, "a page that was deleted")
+	for i := range pages {
+		put(t, s, pages+i, n)
+	}
+	settled(t, c)
+	assert.Greater(t, again(), uint64(pages/2))
+	for i := range 24 {
+		put(t, s, 1_000_000+i, 32*n)
+	}
+	settled(t, c)
+	require.NotZero(t, c.Stats().Evacuations)
+	assert.Greater(t, again(), uint64(pages/2))
 }

@@ -299,7 +299,7 @@ func (c *Cache) evacuate(size int64) bool {
 		}
 	}
 	for _, p := range out {
-		c.drop(p, kvwire.ReasonCapacity)
+		c.giveWay(p)
 	}
 	for _, s := range bad {
 		c.quarantine.clear(c.alloc, s)
@@ -325,8 +325,14 @@ func (c *Cache) dropOldest(size int64) bool {
 	if old == nil {
 		return false
 	}
-	c.drop(old, kvwire.ReasonCapacity)
+	c.giveWay(old)
 	return true
+}
+
+// giveWay drops a page for one of another size. It needs c.mu.
+func (c *Cache) giveWay(p *page) {
+	c.ghosts.set(p.key, ghostRoom)
+	c.drop(p, kvwire.ReasonCapacity)
 }
 
 // movable returns what would be lost with a slab, and whether all of it belongs

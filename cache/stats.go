@@ -23,6 +23,7 @@ type Stats struct {
 	Hits      uint64       // of them, leading ones that were held
 	Misses    ReasonCounts // matches, leases, pins and views that were cut short
 	Puts      uint64       // objects stored
+	Returned  uint64       // pages stored that had made room for others not long before
 	Exists    uint64       // stores that moved nothing or were discarded: first writer wins
 	Refused   ReasonCounts // stores refused
 	Evictions ReasonCounts // pages that left the table, corrupt and dropped ones included
@@ -71,7 +72,7 @@ func (r *reasonCounters) load() (out ReasonCounts) {
 
 type counters struct {
 	lookups, hits, puts, exists, corrupt, verified, views, granted, expired atomic.Uint64
-	waits, reprieves, lostSets, evacuations                                 atomic.Uint64
+	waits, reprieves, lostSets, evacuations, returned                       atomic.Uint64
 	misses, refused, evictions                                              reasonCounters
 }
 
@@ -80,7 +81,7 @@ func (c *Cache) Stats() Stats {
 	n := &c.counters
 	s := Stats{
 		Lookups: n.lookups.Load(), Hits: n.hits.Load(), Misses: n.misses.load(),
-		Puts: n.puts.Load(), Exists: n.exists.Load(), Refused: n.refused.load(),
+		Puts: n.puts.Load(), Returned: n.returned.Load(), Exists: n.exists.Load(), Refused: n.refused.load(),
 		Evictions: n.evictions.load(), Corrupt: n.corrupt.Load(), Verified: n.verified.Load(),
 		Views: n.views.Load(), Granted: n.granted.Load(), Expired: n.expired.Load(),
 		Waits: n.waits.Load(), Reprieves: n.reprieves.Load(), LostSets: n.lostSets.Load(),

@@ -258,7 +258,7 @@ func (c *Cache) enterObject(s *Space, sl *Slot, o object) {
 		c.born++
 		p = &page{space: s, hash: sl.hash, key: s.key(&sl.hash), born: c.born, place: gone}
 		s.enter(p)
-		c.adapt(p.key, o.slot.size())
+		c.returned(p.key, o.slot.size())
 		c.pages++
 	case p.place == inWindow:
 		c.window.bytes += o.slot.size()

@@ -118,7 +118,7 @@ func (n *Sidecar) writeCacheMetrics(w io.Writer) {
 	)
 	counter(w,
 		number{"membrane_cache_lookups_total", s.Lookups}, number{"membrane_cache_hits_total", s.Hits},
-		number{"membrane_cache_puts_total", s.Puts}, number{"membrane_cache_exists_total", s.Exists},
+		number{"membrane_cache_puts_total", s.Puts}, number{"membrane_cache_returned_pages_total", s.Returned}, number{"membrane_cache_exists_total", s.Exists},
 		number{"membrane_cache_verified_total", s.Verified}, number{"membrane_cache_leases_granted_total", s.Granted},
 		number{"membrane_cache_leases_expired_total", s.Expired}, number{"membrane_cache_waits_total", s.Waits},
 		number{`membrane_corrupt_total{where="arena"}`, s.Corrupt}, number{`membrane_corrupt_total{where="peer"}`, n.mesh.Stats().Corrupt},

@@ -103,7 +103,7 @@ func CacheCounts(c *cache.Cache) map[string]any {
 		"pages": s.Pages, "objects": s.Objects, "resident_bytes": s.ResidentBytes, "free_bytes": s.FreeBytes,
 		"window_bytes": s.WindowBytes, "policy_bytes": s.PolicyBytes, "pinned_bytes": s.PinnedBytes,
 		"quarantine_bytes": s.QuarantineBytes, "leases": s.Leases, "pins": s.Pins, "held": s.Held, "spaces": s.Spaces,
-		"lookups": s.Lookups, "hits": s.Hits, "misses": reasons(s.Misses), "puts": s.Puts, "exists": s.Exists,
+		"lookups": s.Lookups, "hits": s.Hits, "misses": reasons(s.Misses), "puts": s.Puts, "returned": s.Returned, "exists": s.Exists,
 		"refused": reasons(s.Refused), "evictions": reasons(s.Evictions), "corrupt": s.Corrupt,
 		"leases_granted": s.Granted, "leases_expired": s.Expired,
 	}
