@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"runtime"
 	"slices"
@@ -117,12 +118,17 @@ func (r Row) judge(value float64, target string) (Row, error) {
 	if target == "" {
 		return r, nil
 	}
-	bound, err := strconv.ParseFloat(strings.TrimSpace(target[min(2, len(target)):]), 64)
-	if err != nil {
+	number, least := strings.CutPrefix(target, ">=")
+	number, most := strings.CutPrefix(number, "<=")
+	bound, err := strconv.ParseFloat(strings.TrimSpace(number), 64)
+	switch {
+	case err != nil:
 		return r, fmt.Errorf("cannot read target %q of %s: %w", target, r.Name, err)
+	case least == most || math.IsNaN(bound) || math.IsInf(bound, 0):
+		return r, fmt.Errorf("cannot read target %q of %s: neither >= nor <= and a number", target, r.Name)
 	}
 	ok := value <= bound
-	if strings.HasPrefix(target, ">=") {
+	if least {
 		ok = value >= bound
 	}
 	r.Target, r.OK = &target, &ok
