@@ -190,6 +190,29 @@ func TestTargetsAreJudgedRoundByRound(t *testing.T) {
 	assert.Contains(t, find("vLLM first token, 2,001 tokens, loaded", "").Why, "make bench-vllm")
 }
 
+// A way into membrane that fails in a later round has a row that says so, and is
+// not judged by the rounds before.
+func TestTargetsAreNotMetByWhatFailed(t *testing.T) {
+	one := getCell(big, 1, 1).String()
+	r := madeRun(map[rowKey][]float64{
+		{one, sysRESP}: {9}, {one, sysRedis}: {1, 1, 1}, {one, sysShm}: {9, 9, 9}, {one, sysValkey}: {4},
+	})
+	r.results[rowKey{one, sysRESP}].why = "key 3 is gone"
+	r.results[rowKey{one, sysValkey}].why = "it fell"
+	rows, err := r.targets()
+	require.NoError(t, err)
+	for _, row := range rows {
+		switch row.Name {
+		case "RESP GET 2 MiB, 1 stream":
+			assert.Nil(t, row.OK)
+			assert.Contains(t, row.Why, "key 3 is gone")
+		case "shared memory read, 2 MiB, 1 stream, checked":
+			require.NotNil(t, row.Ratio, row.Why)
+			assert.Equal(t, sysValkey, *row.RatioTo, "a peer is not beaten by its failure")
+		}
+	}
+}
+
 func TestMemoryIsComparedForEachByteHeld(t *testing.T) {
 	c := cell{Op: opMemory, Size: small, Batch: 1, Streams: 1}.String()
 	r := madeRun(nil)
