@@ -390,6 +390,10 @@ func TestPythonClientsAreAskedLineByLine(t *testing.T) {
 	assert.Equal(t, 2*time.Millisecond, percentile(m.latencies, 99))
 	_, err = r.helped(ctx, getCell(testSize, 8, 1), on)
 	assert.ErrorContains(t, err, "the helper: one at a time")
+	misses := getCell(testSize, 1, 1)
+	misses.HitPercent = 50
+	_, err = r.helped(ctx, misses, on)
+	assert.ErrorContains(t, err, "only what is there", "its clients would hit always where others miss")
 }
 
 func TestHelperCompiles(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	_ "embed"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -84,6 +85,9 @@ func (h *helper) ask(ctx context.Context, command map[string]any) (helperAnswer,
 
 // helped measures a read cell through a helper.
 func (r *run) helped(ctx context.Context, c cell, on *running) (measurement, error) {
+	if c.HitPercent < 100 {
+		return measurement{}, errors.New("its Python client asks for only what is there")
+	}
 	h := on.helper
 	if err := h.resume(ctx); err != nil {
 		return measurement{}, err
