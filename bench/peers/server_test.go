@@ -3,6 +3,7 @@ package peers
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"time"
 
@@ -79,6 +80,22 @@ func TestSystemThatEndsSaysWhy(t *testing.T) {
 	assert.Equal(t, "broken ended before it was ready: no room", reason(err))
 	_, err = spawn("absent", t.TempDir(), nil, "/nonexistent/program")
 	assert.ErrorContains(t, err, "cannot start absent")
+}
+
+// A helper's answer has a number for each operation, so that a long cell has a
+// long line.
+func TestLongLinesArrive(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	const n = 2 << 20
+	s, err := spawn("talker", t.TempDir(), nil, "sh", "-c", fmt.Sprintf("head -c %d /dev/zero | tr '\\0' x; echo; echo end >&2", n))
+	require.NoError(t, err)
+	defer s.kill()
+	line, err := s.firstLine(ctx)
+	require.NoError(t, err)
+	assert.Len(t, line, n)
+	<-s.exited
+	assert.Less(t, len(s.log()), 2*maxTail, "its log stays short")
 }
 
 func TestChildrenCountWithTheirParent(t *testing.T) {
