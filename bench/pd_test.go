@@ -38,6 +38,11 @@ func TestPDTakesEveryFigure(t *testing.T) {
 	}
 }
 
+func TestWhatOneNodeLacksIsNotWhatTheOtherLeaks(t *testing.T) {
+	assert.InDelta(t, 3, leaked([]float64{10, 20}, []float64{7, 23}), 0)
+	assert.InDelta(t, 0, leaked([]float64{10, 20}, []float64{7, 20}), 0)
+}
+
 func TestPDReportHasItsForms(t *testing.T) {
 	ok, target := true, "<= 1"
 	r := PDReport{
