@@ -38,6 +38,18 @@ func TestPDTakesEveryFigure(t *testing.T) {
 	}
 }
 
+func TestPlacementsThatFailAreNotFaster(t *testing.T) {
+	whole := PDArm{Requests: 60, TTFT: Percentiles{P50: 100}, ITL: Percentiles{P99: 10}, LongestGap: Percentiles{P50: 20}}
+	rows := comparePlacements(whole, PDArm{Requests: 60, TTFT: Percentiles{P50: 50}, ITL: Percentiles{P99: 5}, LongestGap: Percentiles{P50: 5}})
+	require.Len(t, rows, 3)
+	assert.InDelta(t, 0.5, *rows[0].Ratio, 1e-9)
+	assert.InDelta(t, 50, rows[0].Value, 1e-9)
+	for _, row := range comparePlacements(whole, PDArm{Requests: 60, Failed: 60}) { // of which there are no times
+		assert.Nil(t, row.Ratio, row.Name)
+		assert.Contains(t, row.Why, "60 disaggregated requests failed")
+	}
+}
+
 func TestWhatOneNodeLacksIsNotWhatTheOtherLeaks(t *testing.T) {
 	assert.InDelta(t, 3, leaked([]float64{10, 20}, []float64{7, 23}), 0)
 	assert.InDelta(t, 0, leaked([]float64{10, 20}, []float64{7, 20}), 0)
