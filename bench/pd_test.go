@@ -3,12 +3,15 @@ package bench
 import (
 	"context"
 	"encoding/json"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/valyala/fasthttp"
 )
 
 func TestPDTakesEveryFigure(t *testing.T) {
@@ -109,6 +112,27 @@ func TestWhatAProxyAddsIsBesideABareOne(t *testing.T) {
 	assert.Nil(t, p99.OK)
 	assert.Contains(t, p99.Why, "the bare proxy adds 2 µs")
 	assert.Len(t, b.report.Ceilings, 2)
+}
+
+// A server that stalls holds back requests for which no worker is free; their
+// wait counts.
+func TestAStallShowsInWhatIsHeldBack(t *testing.T) {
+	open := make(chan struct{})
+	stall := time.AfterFunc(400*time.Millisecond, func() { close(open) })
+	defer stall.Stop()
+	server := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-open }))
+	defer server.Close()
+	client := fasthttp.Client{MaxConnsPerHost: proxyWorkers}
+	defer client.CloseIdleConnections()
+	took, err := (&pd{opts: PDOptions{Quick: true}}).askProxy(t.Context(), &client, server.URL)
+	require.NoError(t, err)
+	slow := 0
+	for _, us := range took {
+		if us > 20_000 {
+			slow++
+		}
+	}
+	assert.Greater(t, slow, proxyWorkers+20, "of about 75 that were due before it went on")
 }
 
 func TestTheReverseProxyPassesOn(t *testing.T) {
