@@ -76,7 +76,16 @@ type samples []float64
 
 func (s samples) sorted() []float64 { out := slices.Clone(s); slices.Sort(out); return out }
 
-func (s samples) median() float64 { return s.quantile(0.5) }
+// median returns the middle sample, or the mean of the two in the middle; 0
+// without samples.
+func (s samples) median() float64 {
+	sorted := s.sorted()
+	n := len(sorted)
+	if n == 0 || n%2 == 1 {
+		return s.quantile(0.5)
+	}
+	return (sorted[n/2-1] + sorted[n/2]) / 2
+}
 
 // quantile returns the value below which a share q of the samples lies, the
 // nearest sample, 0 without samples.
