@@ -377,6 +377,35 @@ func TestCellsLeaveNothingInASystem(t *testing.T) {
 	assert.Zero(t, held.len(), "a pass that failed")
 }
 
+// One peer that does not do what it is asked for, or has died, is no reason to
+// lose an hour's figures of the others.
+func TestAPeerThatFailsDoesNotEndTheRun(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	var s *server
+	p := &product{name: "predecessor", find: func(place) error { return nil }, start: func(ctx context.Context, _ place) (*running, error) {
+		s = selfAs(t, "empty")
+		addr, err := s.firstLine(ctx)
+		return &running{server: s, addrs: map[string]string{"http": addr}}, err
+	}}
+	pred := &system{name: sysPred, product: p, store: sysPred, ops: []string{opRetrieve}}
+	r := &run{
+		opts: Options{Progress: func(string) {}}, dir: t.TempDir(), systems: []*system{pred}, running: map[*product]*running{}, absent: map[*product]string{},
+		cells: []cell{{Op: opRetrieve, Batch: 1, Streams: 1}},
+	}
+	require.NoError(t, r.startAll(ctx))
+	assert.Contains(t, r.absent[p], "cannot prefill", "an empty answer names no fragments")
+	assert.Empty(t, r.running)
+	<-s.exited // it does not run on
+
+	r.running[p] = &running{server: s}
+	r.payloads, r.filled = payloads(t, 1, testSize), map[string]bool{sysPred: true}
+	require.NoError(t, r.changeSize(ctx, testSize, getCell(testSize, 1, 1)), "a peer that is gone has nothing to drop")
+	assert.Empty(t, r.filled)
+	r.filled[sysPred], pred.ours = true, true
+	require.ErrorContains(t, r.changeSize(ctx, testSize, getCell(testSize, 1, 1)), "cannot signal")
+}
+
 func TestPythonClientsAreAskedLineByLine(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()

@@ -133,7 +133,16 @@ func (r *run) startAll(ctx context.Context) error {
 		}
 		r.opts.Progress("starting " + p.name)
 		started, err := r.start(ctx, p, r.sizing.budget)
+		if err == nil {
+			err = errors.Join(r.findFragments(ctx, s, started), started.rest(ctx))
+			if err != nil {
+				started.close()
+			}
+		}
 		if ctx.Err() != nil {
+			if err == nil {
+				started.close()
+			}
 			return ctx.Err()
 		}
 		if err != nil {
@@ -145,12 +154,6 @@ func (r *run) startAll(ctx context.Context) error {
 			continue
 		}
 		r.running[p] = started
-		if err := r.findFragments(ctx, s, started); err != nil {
-			return err
-		}
-		if err := started.rest(ctx); err != nil {
-			return err
-		}
 	}
 	return nil
 }
