@@ -71,6 +71,7 @@ func (h *helper) ask(ctx context.Context, command map[string]any) (helperAnswer,
 	defer cancel()
 	line, err := h.firstLine(ctx)
 	if err != nil {
+		h.kill() // a late answer would be taken for that to the next command
 		return helperAnswer{}, err
 	}
 	var a helperAnswer

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"testing"
 	"time"
 
@@ -67,6 +68,34 @@ func TestPausedSystemsStandStill(t *testing.T) {
 	pss, err := s.memory()
 	require.NoError(t, err)
 	assert.Greater(t, pss, int64(bareMemory))
+}
+
+// A client that has died is no reason for its system to run on beside what is
+// measured next, and one that does not answer gives no answer to what is asked
+// next.
+func TestSystemsRestWithoutTheirClient(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	client, err := spawn("silent", t.TempDir(), nil, "sleep", "60")
+	require.NoError(t, err)
+	defer client.kill()
+	on := &running{server: selfAs(t, "empty"), helper: &helper{server: client, in: client.stdin.(io.Writer)}}
+	short, stop := context.WithTimeout(ctx, 10*time.Millisecond)
+	defer stop()
+	_, err = on.helper.ask(short, map[string]any{"do": "get"})
+	require.ErrorContains(t, err, "not ready in time")
+	select {
+	case <-client.exited:
+	default:
+		t.Error("a late answer would be taken for the next one")
+	}
+	client.kill()
+	require.Error(t, on.rest(ctx))
+	group, err := on.group()
+	require.NoError(t, err)
+	for _, m := range group {
+		assert.Equal(t, "T", string(m.state))
+	}
 }
 
 func TestSystemThatEndsSaysWhy(t *testing.T) {
