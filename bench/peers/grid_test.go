@@ -406,6 +406,28 @@ func TestAPeerThatFailsDoesNotEndTheRun(t *testing.T) {
 	require.ErrorContains(t, r.changeSize(ctx, testSize, getCell(testSize, 1, 1)), "cannot signal")
 }
 
+// A hit ratio of four times the budget is that of a full cache, however long
+// the cell is measured.
+func TestAsideIsMeasuredOnAFullCache(t *testing.T) {
+	held := newStore()
+	addr := fake(t, held.serveRESP)
+	s := &system{name: "fake", open: func(ctx context.Context, _ *running, _ opening) (Conn, error) { return dialRESP(ctx, addr, "k:") }}
+	r := &run{payloads: payloads(t, 16, testSize), opts: Options{Duration: 1, Seed: 1}, sizing: sizing{budget: 16 * testSize}}
+	for _, n := range []int{1, 4} { // several may store a key twice
+		c := cell{Op: opAside, Size: testSize, Batch: 1, Streams: n, Zipf: 0.99}
+		streams, err := r.openStreams(t.Context(), 0, c, s, nil)
+		defer closeStreams(streams)
+		require.NoError(t, err)
+		require.NoError(t, r.warm(t.Context(), c, streams))
+		assert.GreaterOrEqual(t, held.len(), 16/n, "%d streams", n)
+		for range 40 {
+			require.NoError(t, r.warm(t.Context(), c, streams), "it ends where everything is held, too")
+		}
+		assert.LessOrEqual(t, held.len(), 64)
+		clear(held.m)
+	}
+}
+
 func TestPythonClientsAreAskedLineByLine(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()

@@ -299,8 +299,7 @@ func (r *run) timed(ctx context.Context, round int, c cell, s *system, on *runni
 	if c.Op == opSet {
 		return r.passes(ctx, c, s, on, streams)
 	}
-	// What a first request costs (handles, memory of the server) is not timed.
-	if _, err := until(ctx, streams, r.opts.Duration/10); err != nil {
+	if err := r.warm(ctx, c, streams); err != nil {
 		return measurement{}, err
 	}
 	before, err := on.cpu()
@@ -324,6 +323,31 @@ func (r *run) timed(ctx context.Context, round int, c cell, s *system, on *runni
 		return m, errors.Join(err, r.copyLeased(ctx, streams[0]))
 	}
 	return m, err
+}
+
+// warm runs what is not timed: what a first request costs (handles, memory of
+// the server) and, where a working set is larger than the budget, the time until
+// as much as the budget was stored: before it all misses are of an empty cache,
+// and the hit ratio says how long the cell was measured.
+func (r *run) warm(ctx context.Context, c cell, streams []*stream) error {
+	if c.Op == opAside {
+		share := r.sizing.budget / int64(len(streams))
+		_, err := together(streams, func(s *stream, m *measurement) error {
+			// Who holds it all misses no more.
+			most := int64(4 * s.keys.resident / len(streams))
+			for ctx.Err() == nil && (m.asked-m.hits)*int64(c.Size) < share && m.asked < most {
+				if err := s.step(m); err != nil {
+					return err
+				}
+			}
+			return ctx.Err()
+		})
+		if err != nil {
+			return err
+		}
+	}
+	_, err := until(ctx, streams, r.opts.Duration/10)
+	return err
 }
 
 // took completes a measurement with what the server used for it.
