@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -57,6 +58,16 @@ func TestFullGridIsWhatIsPromised(t *testing.T) {
 		"mixed 64KiB streams=8", "aside 2MiB streams=8", "retrieve streams=8", "memory 64KiB",
 	} {
 		assert.Contains(t, names, name)
+	}
+}
+
+// A ceiling that sends every value is none where half of them are not sent.
+func TestTheBareCopyMissesNothing(t *testing.T) {
+	for _, s := range allSystems(allProducts()) {
+		c := getCell(small, 32, 8)
+		assert.Equal(t, slices.Contains(s.ops, opGet), s.takes(c), s.name)
+		c.HitPercent = 50
+		assert.Equal(t, slices.Contains(s.ops, opGet) && s.name != sysBare, s.takes(c), s.name)
 	}
 }
 

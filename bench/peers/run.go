@@ -90,6 +90,9 @@ func (s *system) takes(c cell) bool {
 	if c.systems != nil && !slices.Contains(c.systems, s.name) {
 		return false
 	}
+	if s.ceiling && c.Op == opGet && c.HitPercent < 100 {
+		return false // it copies every value
+	}
 	return slices.Contains(s.ops, c.Op)
 }
 
