@@ -108,7 +108,7 @@ func (r *run) openFill(ctx context.Context, s *system, on *running) (Conn, error
 // unfill drops the values that read cells ask for.
 func (r *run) unfill(ctx context.Context, s *system) error {
 	on := r.running[s.product]
-	if on == nil || on.helper != nil {
+	if on == nil || on.helper != nil || r.payloads == nil { // metadata has no values
 		return nil
 	}
 	return on.while(ctx, func() error {

@@ -401,15 +401,13 @@ func TestAPeerThatFailsDoesNotEndTheRun(t *testing.T) {
 	}}
 	pred := &system{name: sysPred, product: p, store: sysPred, ops: []string{opRetrieve}}
 	r := &run{
-		opts: Options{Progress: func(string) {}}, dir: t.TempDir(), systems: []*system{pred}, running: map[*product]*running{}, absent: map[*product]string{},
+		opts: Options{Progress: func(string) {}}, results: map[rowKey]*result{}, dir: t.TempDir(), systems: []*system{pred}, running: map[*product]*running{}, absent: map[*product]string{},
 		cells: []cell{{Op: opRetrieve, Batch: 1, Streams: 1}},
 	}
 	require.NoError(t, r.startAll(ctx))
-	assert.Contains(t, r.absent[p], "cannot prefill", "an empty answer names no fragments")
-	assert.Empty(t, r.running)
-	<-s.exited // it does not run on
-
-	r.running[p] = &running{server: s}
+	require.NoError(t, r.one(ctx, 0, r.cells[0], pred))
+	assert.Contains(t, r.result(r.cells[0], pred).why, "cannot prefill", "an empty answer names no fragments")
+	s.kill()
 	r.payloads, r.filled = payloads(t, 1, testSize), map[string]bool{sysPred: true}
 	require.NoError(t, r.changeSize(ctx, testSize, getCell(testSize, 1, 1)), "a peer that is gone has nothing to drop")
 	assert.Empty(t, r.filled)

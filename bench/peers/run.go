@@ -137,8 +137,7 @@ func (r *run) startAll(ctx context.Context) error {
 		r.opts.Progress("starting " + p.name)
 		started, err := r.start(ctx, p, r.sizing.budget)
 		if err == nil {
-			err = errors.Join(r.findFragments(ctx, s, started), started.rest(ctx))
-			if err != nil {
+			if err = started.rest(ctx); err != nil {
 				started.close()
 			}
 		}
@@ -176,14 +175,13 @@ func (r *run) start(ctx context.Context, p *product, memory int64) (*running, er
 	return p.start(ctx, at)
 }
 
-// findFragments has the products with a metadata route make what it finds.
-func (r *run) findFragments(ctx context.Context, s *system, started *running) error {
-	takes := func(c cell) bool { return c.Op == opRetrieve }
-	if !slices.ContainsFunc(r.cells, takes) || s.ceiling || s.product.name != "membrane" && s.product.name != "predecessor" {
+// findFragments has a product with a metadata route make what it finds. Ours
+// does so before each of its cells: values of others may have pushed it out.
+func (r *run) findFragments(ctx context.Context, s *system, on *running) (err error) {
+	if s.ceiling || on.fragments != nil && !s.ours {
 		return nil
 	}
-	var err error
-	started.fragments, err = prefill(ctx, started.addrs["http"])
+	on.fragments, err = prefill(ctx, on.addrs["http"])
 	return err
 }
 
@@ -291,6 +289,11 @@ func (r *run) timed(ctx context.Context, round int, c cell, s *system, on *runni
 	}
 	if c.Op == opGet || c.Op == opMixed {
 		if err := r.fill(ctx, s, on); err != nil {
+			return measurement{}, err
+		}
+	}
+	if c.Op == opRetrieve {
+		if err := r.findFragments(ctx, s, on); err != nil {
 			return measurement{}, err
 		}
 	}
