@@ -28,6 +28,9 @@ func ReadFloors(r io.Reader) (Floors, error) {
 		if _, err := (Row{Name: name}).judge(0, bound); !ok || name == "" || bound == "" || err != nil {
 			return nil, fmt.Errorf("cannot read floors: line %d, %q, is not a bound, a bar and a row's name", n, line)
 		}
+		if _, twice := floors[name]; twice {
+			return nil, fmt.Errorf("cannot read floors: line %d is the second of %q", n, name)
+		}
 		floors[name] = bound
 	}
 	return floors, scan.Err()

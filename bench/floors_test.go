@@ -19,10 +19,19 @@ func TestFloorsNameWhatFellBelowThem(t *testing.T) {
 	assert.ErrorContains(t, floors.Check(Report{Rows: []Row{{Name: "a", Ratio: &worse}, {Name: "b", Value: 1}}}), `"a" is at 2.01, its floor is <= 2`)
 	assert.ErrorContains(t, floors.Check(Report{Rows: append(good.Rows, Row{Name: "c"})}), `"c" has no floor`)
 	assert.ErrorContains(t, floors.Check(Report{Rows: good.Rows[:1]}), `the floor of "b" has no row`)
-	for _, bad := range []string{"<= 2 a", "fast | a", "<= 2 |", "| a"} {
+	for _, bad := range []string{
+		"<= 2 a", "fast | a", "<= 2 |", "| a",
+		// Bounds that would be taken for others, or that nothing can miss.
+		"0.5 | a", "> 0.5 | a", "=> 0.5 | a", ">= -Inf | a", "<= +Inf | a", ">= NaN | a",
+	} {
 		_, err := ReadFloors(strings.NewReader(bad))
 		assert.ErrorContains(t, err, "line 1", bad)
 	}
+}
+
+func TestTwoFloorsOfOneRowAreRefused(t *testing.T) {
+	_, err := ReadFloors(strings.NewReader("<= 2 | a\n<= 20 | a\n"))
+	assert.ErrorContains(t, err, "line 2")
 }
 
 func TestCommittedFloorsCanBeRead(t *testing.T) {

@@ -85,14 +85,15 @@ func (b *pd) aborts(ctx context.Context) error {
 		return fmt.Errorf("after %d aborted requests: %w", b.opts.Aborts, err)
 	}
 	for _, k := range kinds {
-		left := 0.0
+		var was, is []float64
 		for _, s := range sides {
 			v, err := settle(ctx, s.http, k.metric, before[s.name+k.metric], abortPatience)
 			if err != nil {
 				return err
 			}
-			left += v - before[s.name+k.metric]
+			was, is = append(was, before[s.name+k.metric]), append(is, v)
 		}
+		left := leaked(was, is)
 		row, err := (Row{Name: fmt.Sprintf("%s left by %d aborted requests", k.what, b.opts.Aborts), Unit: k.unit, Value: left, Min: left, Max: left}).judge(left, "<= 0")
 		if err != nil {
 			return err
@@ -102,6 +103,15 @@ func (b *pd) aborts(ctx context.Context) error {
 	rate := float64(b.opts.Aborts) / took.Seconds()
 	b.report.Rows = append(b.report.Rows, Row{Name: "aborted requests", Unit: "a second", Value: rate, Min: rate, Max: rate})
 	return nil
+}
+
+// leaked returns what nodes have more than before. What one has less does not
+// make up for another.
+func leaked(before, after []float64) (sum float64) {
+	for i := range before {
+		sum += max(after[i]-before[i], 0)
+	}
+	return sum
 }
 
 // lowest returns the least of a gauge's values over some seconds, in which the

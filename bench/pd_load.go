@@ -40,7 +40,15 @@ func (b *pd) placements(ctx context.Context) error {
 		got.Name = arm.name
 		b.report.Arms = append(b.report.Arms, got)
 	}
-	colocated, apart := b.report.Arms[0], b.report.Arms[1]
+	b.report.Rows = append(b.report.Rows, comparePlacements(b.report.Arms[0], b.report.Arms[1])...)
+	return nil
+}
+
+// comparePlacements returns the rows that compare two placements. The times are
+// of the requests that were answered: where some were not, they are of others
+// than those of the other placement, and are not compared.
+func comparePlacements(colocated, apart PDArm) []Row {
+	var rows []Row
 	for _, f := range []struct {
 		name          string
 		value, beside float64
@@ -49,10 +57,16 @@ func (b *pd) placements(ctx context.Context) error {
 		{"between tokens, disaggregated, p99", apart.ITL.P99, colocated.ITL.P99},
 		{"longest gap of an answer, disaggregated, p50", apart.LongestGap.P50, colocated.LongestGap.P50},
 	} {
-		ratio, to := f.value/max(f.beside, 0.001), "colocated"
-		b.report.Rows = append(b.report.Rows, Row{Name: f.name, Unit: "ms", Value: f.value, Min: f.value, Max: f.value, Ratio: &ratio, RatioTo: &to})
+		row := Row{Name: f.name, Unit: "ms"}
+		if colocated.Failed+apart.Failed > 0 {
+			row.Why = fmt.Sprintf("%d colocated and %d disaggregated requests failed", colocated.Failed, apart.Failed)
+		} else {
+			ratio, to := f.value/max(f.beside, 0.001), "colocated"
+			row.Value, row.Min, row.Max, row.Ratio, row.RatioTo = f.value, f.value, f.value, &ratio, &to
+		}
+		rows = append(rows, row)
 	}
-	return nil
+	return rows
 }
 
 // load sends the schedule to two nodes: each request to one of them in turn, or

@@ -181,7 +181,8 @@ func (a *proxyArms) source(binary, to string) (addr string, err error) {
 }
 
 // askProxy sends requests at a steady rate, whether or not earlier ones have
-// been answered, and returns how long each took, in µs.
+// been answered, and returns how long each took, in µs. One that is due while
+// all workers wait for answers counts from when it was due.
 func (b *pd) askProxy(ctx context.Context, client *fasthttp.Client, url string) (samples, error) {
 	n := 3000
 	if b.opts.Quick {
@@ -201,7 +202,9 @@ func (b *pd) askProxy(ctx context.Context, client *fasthttp.Client, url string) 
 			timer := time.NewTimer(0)
 			defer timer.Stop()
 			for i := int(next.Add(1)) - 1; i < n && failed.Load() == nil; i = int(next.Add(1)) - 1 {
-				timer.Reset(time.Until(begin.Add(time.Duration(i) * time.Second / proxyRate)))
+				due := begin.Add(time.Duration(i) * time.Second / proxyRate)
+				wait := time.Until(due)
+				timer.Reset(wait)
 				select {
 				case <-timer.C:
 				case <-ctx.Done():
@@ -212,6 +215,10 @@ func (b *pd) askProxy(ctx context.Context, client *fasthttp.Client, url string) 
 				req.Header.SetContentType("application/json")
 				req.SetBodyRaw(body)
 				sent := time.Now()
+				from := sent // a timer that is late is not the server's
+				if wait < 0 {
+					from = due // the server held back whoever was to send it
+				}
 				err := client.DoDeadline(req, res, sent.Add(rigTimeout))
 				if err == nil && res.StatusCode() != fasthttp.StatusOK {
 					err = fmt.Errorf("cannot ask %s: status %d: %s", url, res.StatusCode(), res.Body())
@@ -220,7 +227,7 @@ func (b *pd) askProxy(ctx context.Context, client *fasthttp.Client, url string) 
 					failed.Store(&err)
 					return
 				}
-				took[i] = micros(time.Since(sent))
+				took[i] = micros(time.Since(from))
 			}
 		})
 	}

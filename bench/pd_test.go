@@ -3,12 +3,15 @@ package bench
 import (
 	"context"
 	"encoding/json"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/valyala/fasthttp"
 )
 
 func TestPDTakesEveryFigure(t *testing.T) {
@@ -36,6 +39,23 @@ func TestPDTakesEveryFigure(t *testing.T) {
 			assert.LessOrEqual(t, row.Value, 0.0, row.Name)
 		}
 	}
+}
+
+func TestPlacementsThatFailAreNotFaster(t *testing.T) {
+	whole := PDArm{Requests: 60, TTFT: Percentiles{P50: 100}, ITL: Percentiles{P99: 10}, LongestGap: Percentiles{P50: 20}}
+	rows := comparePlacements(whole, PDArm{Requests: 60, TTFT: Percentiles{P50: 50}, ITL: Percentiles{P99: 5}, LongestGap: Percentiles{P50: 5}})
+	require.Len(t, rows, 3)
+	assert.InDelta(t, 0.5, *rows[0].Ratio, 1e-9)
+	assert.InDelta(t, 50, rows[0].Value, 1e-9)
+	for _, row := range comparePlacements(whole, PDArm{Requests: 60, Failed: 60}) { // of which there are no times
+		assert.Nil(t, row.Ratio, row.Name)
+		assert.Contains(t, row.Why, "60 disaggregated requests failed")
+	}
+}
+
+func TestWhatOneNodeLacksIsNotWhatTheOtherLeaks(t *testing.T) {
+	assert.InDelta(t, 3, leaked([]float64{10, 20}, []float64{7, 23}), 0)
+	assert.InDelta(t, 0, leaked([]float64{10, 20}, []float64{7, 20}), 0)
 }
 
 func TestPDReportHasItsForms(t *testing.T) {
@@ -92,6 +112,27 @@ func TestWhatAProxyAddsIsBesideABareOne(t *testing.T) {
 	assert.Nil(t, p99.OK)
 	assert.Contains(t, p99.Why, "the bare proxy adds 2 µs")
 	assert.Len(t, b.report.Ceilings, 2)
+}
+
+// A server that stalls holds back requests for which no worker is free; their
+// wait counts.
+func TestAStallShowsInWhatIsHeldBack(t *testing.T) {
+	open := make(chan struct{})
+	stall := time.AfterFunc(400*time.Millisecond, func() { close(open) })
+	defer stall.Stop()
+	server := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-open }))
+	defer server.Close()
+	client := fasthttp.Client{MaxConnsPerHost: proxyWorkers}
+	defer client.CloseIdleConnections()
+	took, err := (&pd{opts: PDOptions{Quick: true}}).askProxy(t.Context(), &client, server.URL)
+	require.NoError(t, err)
+	slow := 0
+	for _, us := range took {
+		if us > 20_000 {
+			slow++
+		}
+	}
+	assert.Greater(t, slow, proxyWorkers+20, "of about 75 that were due before it went on")
 }
 
 func TestTheReverseProxyPassesOn(t *testing.T) {

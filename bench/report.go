@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"runtime"
 	"slices"
@@ -75,7 +76,16 @@ type samples []float64
 
 func (s samples) sorted() []float64 { out := slices.Clone(s); slices.Sort(out); return out }
 
-func (s samples) median() float64 { return s.quantile(0.5) }
+// median returns the middle sample, or the mean of the two in the middle; 0
+// without samples.
+func (s samples) median() float64 {
+	sorted := s.sorted()
+	n := len(sorted)
+	if n == 0 || n%2 == 1 {
+		return s.quantile(0.5)
+	}
+	return (sorted[n/2-1] + sorted[n/2]) / 2
+}
 
 // quantile returns the value below which a share q of the samples lies, the
 // nearest sample, 0 without samples.
@@ -117,12 +127,17 @@ func (r Row) judge(value float64, target string) (Row, error) {
 	if target == "" {
 		return r, nil
 	}
-	bound, err := strconv.ParseFloat(strings.TrimSpace(target[min(2, len(target)):]), 64)
-	if err != nil {
+	number, least := strings.CutPrefix(target, ">=")
+	number, most := strings.CutPrefix(number, "<=")
+	bound, err := strconv.ParseFloat(strings.TrimSpace(number), 64)
+	switch {
+	case err != nil:
 		return r, fmt.Errorf("cannot read target %q of %s: %w", target, r.Name, err)
+	case least == most || math.IsNaN(bound) || math.IsInf(bound, 0):
+		return r, fmt.Errorf("cannot read target %q of %s: neither >= nor <= and a number", target, r.Name)
 	}
 	ok := value <= bound
-	if strings.HasPrefix(target, ">=") {
+	if least {
 		ok = value >= bound
 	}
 	r.Target, r.OK = &target, &ok

@@ -90,3 +90,10 @@ func TestMarkdownSaysWhatTextSays(t *testing.T) {
 	assert.Contains(t, b.String(), "| slow | 2 | 0 | 0 | s |  |  | ≤ 1 | **missed** |")
 	assert.Contains(t, b.String(), "not run: it is not here")
 }
+
+func TestMedianOfEvenRoundsIsBetweenTheMiddleTwo(t *testing.T) {
+	assert.InDelta(t, 1.05, (samples{1.3, 0.8}).median(), 1e-9, "and not the better of two rounds")
+	assert.InDelta(t, 2, (samples{3, 1, 2}).median(), 1e-9)
+	assert.InDelta(t, 2.5, (samples{4, 1, 3, 2}).median(), 1e-9)
+	assert.Zero(t, samples(nil).median())
+}

@@ -193,5 +193,6 @@ func used() time.Duration {
 
 func median(list []float64) float64 {
 	sorted := slices.Sorted(slices.Values(list))
-	return sorted[len(sorted)/2]
+	n := len(sorted)
+	return (sorted[(n-1)/2] + sorted[n/2]) / 2
 }

@@ -18,3 +18,8 @@ func TestLookupsInThisProcess(t *testing.T) {
 		assert.Positive(t, r.Scaling)
 	}
 }
+
+func TestMedian(t *testing.T) {
+	assert.InDelta(t, 1.7, median([]float64{1.9, 1.5}), 1e-9, "not the better of two rounds")
+	assert.InDelta(t, 2, median([]float64{3, 1, 2}), 1e-9)
+}

@@ -34,8 +34,12 @@ func (r *run) changeSize(ctx context.Context, from int, to cell) error {
 	if from > 0 {
 		for _, s := range r.systems {
 			if r.filled[s.store] {
-				if err := r.unfill(ctx, s); err != nil {
+				err := r.unfill(ctx, s)
+				if err != nil && (s.ours || ctx.Err() != nil) {
 					return err
+				}
+				if err != nil { // its next cell says so, if it is still so then
+					r.opts.Progress(fmt.Sprintf("%s: %v", s.name, err))
 				}
 			}
 		}
@@ -104,7 +108,7 @@ func (r *run) openFill(ctx context.Context, s *system, on *running) (Conn, error
 // unfill drops the values that read cells ask for.
 func (r *run) unfill(ctx context.Context, s *system) error {
 	on := r.running[s.product]
-	if on == nil || on.helper != nil {
+	if on == nil || on.helper != nil || r.payloads == nil { // metadata has no values
 		return nil
 	}
 	return on.while(ctx, func() error {

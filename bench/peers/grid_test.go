@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -57,6 +58,16 @@ func TestFullGridIsWhatIsPromised(t *testing.T) {
 		"mixed 64KiB streams=8", "aside 2MiB streams=8", "retrieve streams=8", "memory 64KiB",
 	} {
 		assert.Contains(t, names, name)
+	}
+}
+
+// A ceiling that sends every value is none where half of them are not sent.
+func TestTheBareCopyMissesNothing(t *testing.T) {
+	for _, s := range allSystems(allProducts()) {
+		c := getCell(small, 32, 8)
+		assert.Equal(t, slices.Contains(s.ops, opGet), s.takes(c), s.name)
+		c.HitPercent = 50
+		assert.Equal(t, slices.Contains(s.ops, opGet) && s.name != sysBare, s.takes(c), s.name)
 	}
 }
 
@@ -188,6 +199,29 @@ func TestTargetsAreJudgedRoundByRound(t *testing.T) {
 	assert.Contains(t, row.Why, "not measured")
 	assert.Contains(t, find("hit ratio in tokens on replayed traces", "").Why, "membrane bench replay")
 	assert.Contains(t, find("vLLM first token, 2,001 tokens, loaded", "").Why, "make bench-vllm")
+}
+
+// A way into membrane that fails in a later round has a row that says so, and is
+// not judged by the rounds before.
+func TestTargetsAreNotMetByWhatFailed(t *testing.T) {
+	one := getCell(big, 1, 1).String()
+	r := madeRun(map[rowKey][]float64{
+		{one, sysRESP}: {9}, {one, sysRedis}: {1, 1, 1}, {one, sysShm}: {9, 9, 9}, {one, sysValkey}: {4},
+	})
+	r.results[rowKey{one, sysRESP}].why = "key 3 is gone"
+	r.results[rowKey{one, sysValkey}].why = "it fell"
+	rows, err := r.targets()
+	require.NoError(t, err)
+	for _, row := range rows {
+		switch row.Name {
+		case "RESP GET 2 MiB, 1 stream":
+			assert.Nil(t, row.OK)
+			assert.Contains(t, row.Why, "key 3 is gone")
+		case "shared memory read, 2 MiB, 1 stream, checked":
+			require.NotNil(t, row.Ratio, row.Why)
+			assert.Equal(t, sysValkey, *row.RatioTo, "a peer is not beaten by its failure")
+		}
+	}
 }
 
 func TestMemoryIsComparedForEachByteHeld(t *testing.T) {
@@ -354,6 +388,55 @@ func TestCellsLeaveNothingInASystem(t *testing.T) {
 	assert.Zero(t, held.len(), "a pass that failed")
 }
 
+// One peer that does not do what it is asked for, or has died, is no reason to
+// lose an hour's figures of the others.
+func TestAPeerThatFailsDoesNotEndTheRun(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	var s *server
+	p := &product{name: "predecessor", find: func(place) error { return nil }, start: func(ctx context.Context, _ place) (*running, error) {
+		s = selfAs(t, "empty")
+		addr, err := s.firstLine(ctx)
+		return &running{server: s, addrs: map[string]string{"http": addr}}, err
+	}}
+	pred := &system{name: sysPred, product: p, store: sysPred, ops: []string{opRetrieve}}
+	r := &run{
+		opts: Options{Progress: func(string) {}}, results: map[rowKey]*result{}, dir: t.TempDir(), systems: []*system{pred}, running: map[*product]*running{}, absent: map[*product]string{},
+		cells: []cell{{Op: opRetrieve, Batch: 1, Streams: 1}},
+	}
+	require.NoError(t, r.startAll(ctx))
+	require.NoError(t, r.one(ctx, 0, r.cells[0], pred))
+	assert.Contains(t, r.result(r.cells[0], pred).why, "cannot prefill", "an empty answer names no fragments")
+	s.kill()
+	r.payloads, r.filled = payloads(t, 1, testSize), map[string]bool{sysPred: true}
+	require.NoError(t, r.changeSize(ctx, testSize, getCell(testSize, 1, 1)), "a peer that is gone has nothing to drop")
+	assert.Empty(t, r.filled)
+	r.filled[sysPred], pred.ours = true, true
+	require.ErrorContains(t, r.changeSize(ctx, testSize, getCell(testSize, 1, 1)), "cannot signal")
+}
+
+// A hit ratio of four times the budget is that of a full cache, however long
+// the cell is measured.
+func TestAsideIsMeasuredOnAFullCache(t *testing.T) {
+	held := newStore()
+	addr := fake(t, held.serveRESP)
+	s := &system{name: "fake", open: func(ctx context.Context, _ *running, _ opening) (Conn, error) { return dialRESP(ctx, addr, "k:") }}
+	r := &run{payloads: payloads(t, 16, testSize), opts: Options{Duration: 1, Seed: 1}, sizing: sizing{budget: 16 * testSize}}
+	for _, n := range []int{1, 4} { // several may store a key twice
+		c := cell{Op: opAside, Size: testSize, Batch: 1, Streams: n, Zipf: 0.99}
+		streams, err := r.openStreams(t.Context(), 0, c, s, nil)
+		defer closeStreams(streams)
+		require.NoError(t, err)
+		require.NoError(t, r.warm(t.Context(), c, streams))
+		assert.GreaterOrEqual(t, held.len(), 16/n, "%d streams", n)
+		for range 40 {
+			require.NoError(t, r.warm(t.Context(), c, streams), "it ends where everything is held, too")
+		}
+		assert.LessOrEqual(t, held.len(), 64)
+		clear(held.m)
+	}
+}
+
 func TestPythonClientsAreAskedLineByLine(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
@@ -367,6 +450,10 @@ func TestPythonClientsAreAskedLineByLine(t *testing.T) {
 	assert.Equal(t, 2*time.Millisecond, percentile(m.latencies, 99))
 	_, err = r.helped(ctx, getCell(testSize, 8, 1), on)
 	assert.ErrorContains(t, err, "the helper: one at a time")
+	misses := getCell(testSize, 1, 1)
+	misses.HitPercent = 50
+	_, err = r.helped(ctx, misses, on)
+	assert.ErrorContains(t, err, "only what is there", "its clients would hit always where others miss")
 }
 
 func TestHelperCompiles(t *testing.T) {

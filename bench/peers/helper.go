@@ -4,6 +4,7 @@ import (
 	"context"
 	_ "embed"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -70,6 +71,7 @@ func (h *helper) ask(ctx context.Context, command map[string]any) (helperAnswer,
 	defer cancel()
 	line, err := h.firstLine(ctx)
 	if err != nil {
+		h.kill() // a late answer would be taken for that to the next command
 		return helperAnswer{}, err
 	}
 	var a helperAnswer
@@ -84,6 +86,9 @@ func (h *helper) ask(ctx context.Context, command map[string]any) (helperAnswer,
 
 // helped measures a read cell through a helper.
 func (r *run) helped(ctx context.Context, c cell, on *running) (measurement, error) {
+	if c.HitPercent < 100 {
+		return measurement{}, errors.New("its Python client asks for only what is there")
+	}
 	h := on.helper
 	if err := h.resume(ctx); err != nil {
 		return measurement{}, err

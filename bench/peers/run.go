@@ -90,6 +90,9 @@ func (s *system) takes(c cell) bool {
 	if c.systems != nil && !slices.Contains(c.systems, s.name) {
 		return false
 	}
+	if s.ceiling && c.Op == opGet && c.HitPercent < 100 {
+		return false // it copies every value
+	}
 	return slices.Contains(s.ops, c.Op)
 }
 
@@ -133,7 +136,15 @@ func (r *run) startAll(ctx context.Context) error {
 		}
 		r.opts.Progress("starting " + p.name)
 		started, err := r.start(ctx, p, r.sizing.budget)
+		if err == nil {
+			if err = started.rest(ctx); err != nil {
+				started.close()
+			}
+		}
 		if ctx.Err() != nil {
+			if err == nil {
+				started.close()
+			}
 			return ctx.Err()
 		}
 		if err != nil {
@@ -145,12 +156,6 @@ func (r *run) startAll(ctx context.Context) error {
 			continue
 		}
 		r.running[p] = started
-		if err := r.findFragments(ctx, s, started); err != nil {
-			return err
-		}
-		if err := started.rest(ctx); err != nil {
-			return err
-		}
 	}
 	return nil
 }
@@ -170,14 +175,13 @@ func (r *run) start(ctx context.Context, p *product, memory int64) (*running, er
 	return p.start(ctx, at)
 }
 
-// findFragments has the products with a metadata route make what it finds.
-func (r *run) findFragments(ctx context.Context, s *system, started *running) error {
-	takes := func(c cell) bool { return c.Op == opRetrieve }
-	if !slices.ContainsFunc(r.cells, takes) || s.ceiling || s.product.name != "membrane" && s.product.name != "predecessor" {
+// findFragments has a product with a metadata route make what it finds. Ours
+// does so before each of its cells: values of others may have pushed it out.
+func (r *run) findFragments(ctx context.Context, s *system, on *running) (err error) {
+	if s.ceiling || on.fragments != nil && !s.ours {
 		return nil
 	}
-	var err error
-	started.fragments, err = prefill(ctx, started.addrs["http"])
+	on.fragments, err = prefill(ctx, on.addrs["http"])
 	return err
 }
 
@@ -288,6 +292,11 @@ func (r *run) timed(ctx context.Context, round int, c cell, s *system, on *runni
 			return measurement{}, err
 		}
 	}
+	if c.Op == opRetrieve {
+		if err := r.findFragments(ctx, s, on); err != nil {
+			return measurement{}, err
+		}
+	}
 	streams, err := r.openStreams(ctx, round, c, s, on)
 	defer closeStreams(streams)
 	if err != nil {
@@ -296,8 +305,7 @@ func (r *run) timed(ctx context.Context, round int, c cell, s *system, on *runni
 	if c.Op == opSet {
 		return r.passes(ctx, c, s, on, streams)
 	}
-	// What a first request costs (handles, memory of the server) is not timed.
-	if _, err := until(ctx, streams, r.opts.Duration/10); err != nil {
+	if err := r.warm(ctx, c, streams); err != nil {
 		return measurement{}, err
 	}
 	before, err := on.cpu()
@@ -321,6 +329,31 @@ func (r *run) timed(ctx context.Context, round int, c cell, s *system, on *runni
 		return m, errors.Join(err, r.copyLeased(ctx, streams[0]))
 	}
 	return m, err
+}
+
+// warm runs what is not timed: what a first request costs (handles, memory of
+// the server) and, where a working set is larger than the budget, the time until
+// as much as the budget was stored: before it all misses are of an empty cache,
+// and the hit ratio says how long the cell was measured.
+func (r *run) warm(ctx context.Context, c cell, streams []*stream) error {
+	if c.Op == opAside {
+		share := r.sizing.budget / int64(len(streams))
+		_, err := together(streams, func(s *stream, m *measurement) error {
+			// Who holds it all misses no more.
+			most := int64(4 * s.keys.resident / len(streams))
+			for ctx.Err() == nil && (m.asked-m.hits)*int64(c.Size) < share && m.asked < most {
+				if err := s.step(m); err != nil {
+					return err
+				}
+			}
+			return ctx.Err()
+		})
+		if err != nil {
+			return err
+		}
+	}
+	_, err := until(ctx, streams, r.opts.Duration/10)
+	return err
 }
 
 // took completes a measurement with what the server used for it.

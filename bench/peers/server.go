@@ -33,7 +33,12 @@ type server struct {
 	tail bytes.Buffer // the last of its log, for errors
 }
 
-const maxTail = 16 << 10
+const (
+	maxTail = 16 << 10
+	// maxLine is the longest line that is read: a helper's answer has 20 bytes
+	// for each operation of a cell.
+	maxLine = 256 << 20
+)
 
 // spawn starts a program. dir is its working folder, env goes on top of ours.
 func spawn(name, dir string, env []string, program string, args ...string) (*server, error) {
@@ -75,13 +80,13 @@ func spawn(name, dir string, env []string, program string, args ...string) (*ser
 // follow keeps the end of what a process says.
 func (s *server) follow(r io.Reader, stdout bool) {
 	scan := bufio.NewScanner(r)
-	scan.Buffer(nil, 1<<20)
+	scan.Buffer(nil, maxLine)
 	for scan.Scan() {
 		s.mu.Lock()
 		if s.tail.Len() > maxTail {
 			s.tail.Reset()
 		}
-		s.tail.Write(scan.Bytes())
+		s.tail.Write(scan.Bytes()[max(len(scan.Bytes())-maxTail, 0):])
 		s.tail.WriteByte('\n')
 		s.mu.Unlock()
 		if stdout {

@@ -3,6 +3,8 @@ package peers
 import (
 	"context"
 	"errors"
+	"fmt"
+	"io"
 	"testing"
 	"time"
 
@@ -68,6 +70,34 @@ func TestPausedSystemsStandStill(t *testing.T) {
 	assert.Greater(t, pss, int64(bareMemory))
 }
 
+// A client that has died is no reason for its system to run on beside what is
+// measured next, and one that does not answer gives no answer to what is asked
+// next.
+func TestSystemsRestWithoutTheirClient(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	client, err := spawn("silent", t.TempDir(), nil, "sleep", "60")
+	require.NoError(t, err)
+	defer client.kill()
+	on := &running{server: selfAs(t, "empty"), helper: &helper{server: client, in: client.stdin.(io.Writer)}}
+	short, stop := context.WithTimeout(ctx, 10*time.Millisecond)
+	defer stop()
+	_, err = on.helper.ask(short, map[string]any{"do": "get"})
+	require.ErrorContains(t, err, "not ready in time")
+	select {
+	case <-client.exited:
+	default:
+		t.Error("a late answer would be taken for the next one")
+	}
+	client.kill()
+	require.Error(t, on.rest(ctx))
+	group, err := on.group()
+	require.NoError(t, err)
+	for _, m := range group {
+		assert.Equal(t, "T", string(m.state))
+	}
+}
+
 func TestSystemThatEndsSaysWhy(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
@@ -79,6 +109,22 @@ func TestSystemThatEndsSaysWhy(t *testing.T) {
 	assert.Equal(t, "broken ended before it was ready: no room", reason(err))
 	_, err = spawn("absent", t.TempDir(), nil, "/nonexistent/program")
 	assert.ErrorContains(t, err, "cannot start absent")
+}
+
+// A helper's answer has a number for each operation, so that a long cell has a
+// long line.
+func TestLongLinesArrive(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	const n = 2 << 20
+	s, err := spawn("talker", t.TempDir(), nil, "sh", "-c", fmt.Sprintf("head -c %d /dev/zero | tr '\\0' x; echo; echo end >&2", n))
+	require.NoError(t, err)
+	defer s.kill()
+	line, err := s.firstLine(ctx)
+	require.NoError(t, err)
+	assert.Len(t, line, n)
+	<-s.exited
+	assert.Less(t, len(s.log()), 2*maxTail, "its log stays short")
 }
 
 func TestChildrenCountWithTheirParent(t *testing.T) {

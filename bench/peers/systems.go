@@ -41,12 +41,11 @@ func (r *running) close() {
 
 // rest stops the system and its helper until they are resumed.
 func (r *running) rest(ctx context.Context) error {
+	var err error
 	if r.helper != nil {
-		if err := r.helper.pause(ctx); err != nil {
-			return err
-		}
+		err = r.helper.pause(ctx)
 	}
-	return r.pause(ctx)
+	return errors.Join(err, r.pause(ctx))
 }
 
 // while resumes the system for as long as f runs. It rests afterwards also where

@@ -145,13 +145,15 @@ func compare(row bench.Row, ours, theirs spread, to, bound string) (bench.Row, e
 	return filled.Judge(ratio, bound)
 }
 
-// figures returns what a system gave in a cell, or why it gave nothing.
+// figures returns what a system gave in a cell, or why it gave nothing. A way
+// into membrane that failed in any round gave nothing; a peer's rounds before
+// it failed still count, or a target would be met by its failure.
 func (r *run) figures(c cell, system string, f func(*measurement) float64) (spread, string) {
 	res, ok := r.results[rowKey{c.String(), system}]
 	switch {
 	case !ok:
 		return nil, "not measured in this run"
-	case len(res.rounds) == 0:
+	case len(res.rounds) == 0, res.why != "" && Kind(system) == Ours:
 		return nil, res.why
 	}
 	return res.over(f), ""

@@ -79,8 +79,10 @@ func (o NodesOptions) check() error {
 		return fmt.Errorf("cannot replay against %d nodes: not between 1 and %d", o.Nodes, MaxNodes)
 	case !(o.Fraction >= minFraction && o.Fraction <= 1):
 		return fmt.Errorf("cannot replay with memory of %v of the footprint: not between %v and 1", o.Fraction, minFraction)
-	case o.Speed < 0:
+	case !(o.Speed >= 0):
 		return fmt.Errorf("cannot replay at speed %v: below 0", o.Speed)
+	case o.TokenBytes < 0 || o.TokenBytes > 1<<30:
+		return fmt.Errorf("cannot replay with TokenBytes %d: not between 0 and %d", o.TokenBytes, 1<<30)
 	}
 	return nil
 }

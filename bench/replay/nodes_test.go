@@ -2,6 +2,7 @@ package replay
 
 import (
 	"bytes"
+	"math"
 	"os"
 	"testing"
 
@@ -45,4 +46,11 @@ func TestWrongNodesOptionsAreRefused(t *testing.T) {
 		_, err := RunNodes(t.Context(), &Trace{}, o)
 		assert.Error(t, err, "%+v", o)
 	}
+}
+
+func TestNodesOptionsThatAreNoNumbersAreRefused(t *testing.T) {
+	_, err := RunNodes(t.Context(), &Trace{}, NodesOptions{Nodes: 1, Fraction: 0.1, Speed: math.NaN(), TokenBytes: 1})
+	require.ErrorContains(t, err, "speed NaN")
+	_, err = RunNodes(t.Context(), &Trace{}, NodesOptions{Nodes: 1, Fraction: 0.1, TokenBytes: -5})
+	require.ErrorContains(t, err, "TokenBytes -5")
 }

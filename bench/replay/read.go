@@ -194,6 +194,9 @@ func parse(text []byte, format Format, sessions map[int64]uint64, line uint64) (
 	if len(rec.HashIDs) > full+1 {
 		return Request{}, "hash_ids", fmt.Errorf("%d blocks of %d tokens for %d tokens", len(rec.HashIDs), format.BlockTokens, req.Input)
 	}
+	if rec.HashIDs == nil && full > 0 {
+		return Request{}, "hash_ids", errors.New("missing") // not a prompt that nothing can be reused of
+	}
 	full = min(full, len(rec.HashIDs))
 	// Chained again, so that a block names its whole prefix also where a
 	// trace hashes each block by itself.

@@ -71,6 +71,8 @@ func TestWrongTracesAreRefusedByLineAndField(t *testing.T) {
 		{"output below 0", line("0", "1", "-1", "[]"), "output_length", 1},
 		{"text for a number", good + good + line("0", `"a"`, "1", "[]"), "input_length", 3},
 		{"too many blocks", line("0", "512", "1", "[1,2,3]"), "hash_ids", 1},
+		{"no hashes", good + `{"timestamp":1,"input_length":1024,"output_length":1}`, "hash_ids", 2},
+		{"hashes that are null", line("0", "512", "1", "null"), "hash_ids", 1},
 		{"id below 0", line("0", "512", "1", "[-1]"), "hash_ids", 1},
 		{"a line too long", good + strings.Repeat(" ", MaxLine+1), "", 2},
 	} {
