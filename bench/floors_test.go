@@ -19,6 +19,12 @@ func TestFloorsNameWhatFellBelowThem(t *testing.T) {
 	assert.ErrorContains(t, floors.Check(Report{Rows: []Row{{Name: "a", Ratio: &worse}, {Name: "b", Value: 1}}}), `"a" is at 2.01, its floor is <= 2`)
 	assert.ErrorContains(t, floors.Check(Report{Rows: append(good.Rows, Row{Name: "c"})}), `"c" has no floor`)
 	assert.ErrorContains(t, floors.Check(Report{Rows: good.Rows[:1]}), `the floor of "b" has no row`)
+	assert.NoError(t, floors.Check(good, Report{Rows: []Row{{Name: "a", Ratio: &worse}, {Name: "b", Ratio: &half}}}), "met in another attempt")
+	low := 0.4
+	err = floors.Check(Report{Rows: []Row{{Name: "a", Ratio: &worse}, {Name: "b", Ratio: &half}}}, Report{Rows: []Row{{Name: "a", Ratio: &worse}, {Name: "b", Ratio: &low}}})
+	assert.EqualError(t, err, `"a" is at 2.01, its floor is <= 2`, "each time")
+	notRun := Report{Rows: []Row{{Name: "a", Why: "broken"}, {Name: "b", Ratio: &half}}}
+	assert.ErrorContains(t, floors.Check(good, notRun), `"a" was not run: broken`)
 	for _, bad := range []string{
 		"<= 2 a", "fast | a", "<= 2 |", "| a",
 		// Bounds that would be taken for others, or that nothing can miss.

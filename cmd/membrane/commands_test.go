@@ -182,14 +182,19 @@ func TestMistakesAreTheCallers(t *testing.T) {
 	assert.Equal(t, exitFailed, statusOf(err))
 }
 
-func TestFloorsFileIsChecked(t *testing.T) {
-	if err := checkFloors("/nowhere", bench.Report{}); assert.Error(t, err) {
+func TestFloorsFileIsRead(t *testing.T) {
+	_, err := run(t.Context(), "bench", "core", "--quick", "--floors=/nowhere")
+	if assert.ErrorContains(t, err, "--floors: ") {
 		assert.Equal(t, exitUsage, statusOf(err))
 	}
-	err := checkFloors("../../tools/bench-floors.txt", bench.Report{})
-	require.Error(t, err)
-	assert.Equal(t, exitFailed, statusOf(err))
-	assert.Contains(t, err.Error(), "has no row")
+	none, err := readFloors("")
+	require.NoError(t, err)
+	assert.Nil(t, none)
+	floors, err := readFloors("../../tools/bench-floors.txt")
+	require.NoError(t, err)
+	assert.ErrorContains(t, floors.Check(bench.Report{}), "has no row")
+	_, err = run(t.Context(), "bench", "core", "--attempts=0")
+	assert.ErrorContains(t, err, "--attempts 0: is not above 0")
 }
 
 func TestHelpTeaches(t *testing.T) {
