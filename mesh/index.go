@@ -173,7 +173,8 @@ func (ix *index) full() kvwire.DirectoryAnswer {
 	defer ix.baseMu.Unlock()
 	ix.mu.Lock()
 	defer ix.mu.Unlock()
-	if b := ix.base; b == nil || b.version < ix.logFrom || ix.version-b.version > uint64(ix.share(minLog/4)) {
+	// A crowded one with its changes would be asked for again at once.
+	if b := ix.base; b == nil || b.version < ix.logFrom || ix.version-b.version > uint64(ix.share(minLog/4)) || b.filter.crowdedBy(len(ix.set)) {
 		digests := make([]uint64, 0, len(ix.set))
 		for d := range ix.set {
 			digests = append(digests, d)

@@ -72,6 +72,32 @@ func TestFollowersSeeEveryChange(t *testing.T) {
 	})
 }
 
+// A filter that was made of few pages, and the many that came since, would be
+// asked for again at once, and without end.
+func TestFullFilterIsNotCrowded(t *testing.T) {
+	t.Parallel()
+	for _, first := range []int{1, 300, 511} {
+		for _, more := range []int{1025 - first, 1024} {
+			ix := newIndex()
+			r := rand.New(rand.NewPCG(uint64(first), uint64(more)))
+			grow := func(n int) {
+				ix.mu.Lock()
+				defer ix.mu.Unlock()
+				for range n {
+					ix.add(r.Uint64())
+				}
+			}
+			grow(first)
+			new(follower).pull(t, ix)
+			grow(more)
+			late := &follower{}
+			late.pull(t, ix)
+			require.Equal(t, first+more, late.filter.len())
+			require.False(t, late.filter.crowded(), "%d pages and %d more", first, more)
+		}
+	}
+}
+
 func newWith(buckets uint8, digests []uint64) *filter {
 	values := make([]uint64, len(digests))
 	for i, d := range digests {
