@@ -18,6 +18,7 @@ var (
 const (
 	tailTime   = 500 * time.Millisecond // for the end of an answer whose pages are all here
 	reportTime = 2 * time.Second        // for a peer to check pages that came wrong
+	fairTime   = 10 * time.Millisecond  // with less, a peer that has not answered is not blamed
 )
 
 // errLocal is a page that the local cache does not take.
@@ -46,7 +47,8 @@ type pull struct {
 
 	// Owned by run.
 	settled int  // leading flights that are done
-	heard   bool // something came from the peer
+	heard   bool      // something came from the peer
+	turned  time.Time // when there was room to talk to the peer; zero before
 	lengths []int64
 	bad     []kvwire.Hash // pages that came with wrong bytes
 
@@ -83,6 +85,7 @@ func (p *pull) fetch() error {
 	case <-p.ctx.Done():
 		return p.ctx.Err()
 	}
+	p.turned = time.Now()
 	for fresh := false; ; fresh = true {
 		c, err := p.peer.take(p.ctx, fresh)
 		if err != nil {
@@ -324,7 +327,7 @@ func (p *pull) end(err error) {
 		why = kvwire.ReasonDeadline
 	case errors.Is(cause, errPullDeadline):
 		why = kvwire.ReasonDeadline
-		if !p.heard {
+		if !p.heard && !p.turned.IsZero() && p.until().Sub(p.turned) >= fairTime {
 			p.peer.markDown(time.Second)
 		}
 	case cause != nil: // gossip says that the peer is gone

@@ -1,0 +1,47 @@
+package mesh
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"membrane/kvwire"
+)
+
+// A peer that was not asked, for want of room here, has done nothing wrong.
+func TestPullWithoutRoomBlamesNobody(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, func(c *Config) { c.MaxFills = 1 })
+	pages := testHashes("p", 4)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	b.fills.room <- struct{}{} // as another pull would
+	_, why := b.Fill(within(t, 50*time.Millisecond), b.request(pages, 1))
+	require.Equal(t, kvwire.ReasonDeadline, why)
+	eventually(t, func() bool { return b.Stats().Pulling == 0 }, "the pull goes on")
+	require.Zero(t, b.Stats().Pulls)
+	require.False(t, b.peerOf(t, "holder").blamed())
+	<-b.fills.room
+	got, why := b.Fill(within(t, 30*time.Second), b.request(pages, 1))
+	require.Equal(t, kvwire.ReasonNone, why)
+	require.Equal(t, 4, got)
+}
+
+// Nor has one that was asked when there was next to no time left.
+func TestPullWithoutTimeBlamesNobody(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t, nil)
+	pages := testHashes("p", 4)
+	put(t, a, pages, 1, pageBytes)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	hold(t, px, 0)
+	p := b.detour(t, "holder", px.addr)
+	for range 20 { // in some of which the deadline comes before the pull has begun
+		_, why := b.Fill(within(t, time.Millisecond), b.request(pages, 1))
+		require.Equal(t, kvwire.ReasonDeadline, why)
+		eventually(t, func() bool { return b.Stats().Pulling == 0 }, "the pull goes on")
+		require.False(t, p.blamed())
+	}
+}
