@@ -35,6 +35,7 @@ type peer struct {
 	epoch   atomic.Uint64
 	version atomic.Uint64 // of filter
 	pulls   atomic.Int32  // at work
+	room    chan struct{} // one token for each pull that may talk to it
 	kick    chan struct{} // its directory has changed
 
 	mu        sync.Mutex
@@ -301,7 +302,7 @@ func (t *peerTable) up(mb serf.Member) {
 	}
 	if addr != "" {
 		ctx, cancel := context.WithCancel(context.Background())
-		p := &peer{m: t.m, name: mb.Name, addr: addr, ctx: ctx, cancel: cancel, kick: make(chan struct{}, 1)}
+		p := &peer{m: t.m, name: mb.Name, addr: addr, ctx: ctx, cancel: cancel, room: make(chan struct{}, max(1, t.m.cfg.MaxFills/2)), kick: make(chan struct{}, 1)}
 		t.byName[mb.Name] = p
 		t.wg.Go(p.follow)
 	}

@@ -79,11 +79,13 @@ func (p *pull) run() {
 }
 
 func (p *pull) fetch() error {
-	select {
-	case p.fs.room <- struct{}{}:
-		defer func() { <-p.fs.room }()
-	case <-p.ctx.Done():
-		return p.ctx.Err()
+	for _, room := range []chan struct{}{p.peer.room, p.fs.room} { // those that wait for one peer keep nobody else out
+		select {
+		case room <- struct{}{}:
+			defer func() { <-room }()
+		case <-p.ctx.Done():
+			return p.ctx.Err()
+		}
 	}
 	p.turned = time.Now()
 	for fresh := false; ; fresh = true {

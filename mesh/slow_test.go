@@ -1,6 +1,7 @@
 package mesh
 
 import (
+	"context"
 	"testing"
 	"time"
 
@@ -44,4 +45,31 @@ func TestPullWithoutTimeBlamesNobody(t *testing.T) {
 		eventually(t, func() bool { return b.Stats().Pulling == 0 }, "the pull goes on")
 		require.False(t, p.blamed())
 	}
+}
+
+// A peer that takes pulls and does not answer leaves room for the others'.
+func TestSlowPeerLeavesRoom(t *testing.T) {
+	t.Parallel()
+	const most = 4
+	a, b := pair(t, func(c *Config) { c.MaxFills = most })
+	slow, good := testHashes("slow", 2*most), testHashes("p", 4)
+	liar(t, b, slow, func(kvwire.BatchRead, uint32) []byte { return nil })
+	put(t, a, good, 1, pageBytes)
+	waitListed(t, b, "holder", good)
+	ctx, cancel := context.WithCancel(within(t, 5*time.Minute))
+	done := make(chan struct{})
+	for i := range slow {
+		go func() {
+			_, _ = b.Fill(ctx, b.request(slow[i:i+1], 1))
+			done <- struct{}{}
+		}()
+	}
+	eventually(t, func() bool { return b.Stats().Pulling == len(slow) && b.Stats().Pulls >= most/2 }, "the slow peer is not asked")
+	got, why := b.Fill(within(t, 10*time.Second), b.request(good, 1))
+	cancel()
+	for range slow {
+		<-done
+	}
+	require.Equal(t, kvwire.ReasonNone, why)
+	require.Equal(t, len(good), got)
 }
