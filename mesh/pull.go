@@ -49,6 +49,7 @@ type pull struct {
 	settled int  // leading flights that are done
 	heard   bool      // something came from the peer
 	turned  time.Time // when there was room to talk to the peer; zero before
+	told    time.Time // the deadline that the peer was told; zero before
 	lengths []int64
 	bad     []kvwire.Hash // pages that came with wrong bytes
 
@@ -113,7 +114,8 @@ func (p *pull) fetch() error {
 
 // exchange asks for the pages and stores them as they come.
 func (p *pull) exchange(c *dataConn) error {
-	req := p.request(time.Until(p.until()), p.hashes)
+	p.told = p.until()
+	req := p.request(time.Until(p.told), p.hashes)
 	if err := c.send(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, req)); err != nil {
 		return err
 	}
@@ -339,6 +341,8 @@ func (p *pull) end(err error) {
 		p.fs.m.log.Warn().Err(err).Str("peer", p.peer.name).Msg("a peer broke the protocol")
 	case errors.Is(err, errUnauthorized):
 		p.peer.markDown(downMax)
+	case !p.told.IsZero() && time.Now().After(p.told):
+		why = kvwire.ReasonDeadline // as it should; who waits still has more time and may ask again
 	default:
 		p.peer.markDown(0)
 	}

@@ -73,3 +73,38 @@ func TestSlowPeerLeavesRoom(t *testing.T) {
 	require.Equal(t, kvwire.ReasonNone, why)
 	require.Equal(t, len(good), got)
 }
+
+// The holder ends an answer at the deadline that it was told, which may be that
+// of a caller who has left; who joined him with more time asks again.
+func TestFollowerOutlivesTheHoldersPatience(t *testing.T) {
+	t.Parallel()
+	const size = 8 << 20 // more than the sockets' buffers take
+	a, b := pair(t, nil)
+	pages := testHashes("p", 1)
+	put(t, a, pages, 1, size)
+	waitListed(t, b, "holder", pages)
+	px := newProxy(t, a.DataAddr())
+	g := gated(t, px, 300)
+	b.detour(t, "holder", px.addr)
+	led := make(chan kvwire.Reason, 1)
+	go func() {
+		_, why := b.Fill(within(t, time.Second), b.request(pages, 1))
+		led <- why
+	}()
+	eventually(t, func() bool { return b.Stats().Pulls == 1 && a.cache.Stats().Held == 1 }, "no pull")
+	type result struct {
+		pages int
+		why   kvwire.Reason
+	}
+	followed := make(chan result, 1)
+	go func() {
+		n, why := b.Fill(within(t, time.Minute), b.request(pages, 1))
+		followed <- result{n, why}
+	}()
+	eventually(t, func() bool { return b.Stats().Joined == 1 }, "nobody follows")
+	require.Equal(t, kvwire.ReasonDeadline, <-led)
+	eventually(t, func() bool { return a.cache.Stats().Held == 0 }, "the holder goes on")
+	g.open()
+	require.Equal(t, result{1, kvwire.ReasonNone}, <-followed)
+	requireHeld(t, b, pages, 1, size)
+}
