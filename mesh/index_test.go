@@ -98,6 +98,17 @@ func TestFullFilterIsNotCrowded(t *testing.T) {
 	}
 }
 
+// One page more of a million costs a reader some 20 ms: it asks less often.
+func TestLargeDirectoriesAreAskedForLessOften(t *testing.T) {
+	t.Parallel()
+	m := &Mesh{}
+	m.peers = newPeerTable(m)
+	require.Equal(t, 20*time.Millisecond, m.directoryPause(0))
+	require.Equal(t, 20*time.Millisecond, m.directoryPause(200*time.Microsecond), "8,192 pages")
+	require.Equal(t, 440*time.Millisecond, m.directoryPause(22*time.Millisecond))
+	require.Equal(t, time.Second, m.directoryPause(time.Minute))
+}
+
 func newWith(buckets uint8, digests []uint64) *filter {
 	values := make([]uint64, len(digests))
 	for i, d := range digests {

@@ -46,7 +46,7 @@ type pull struct {
 	cancel context.CancelCauseFunc
 
 	// Owned by run.
-	settled int  // leading flights that are done
+	settled int       // leading flights that are done
 	heard   bool      // something came from the peer
 	turned  time.Time // when there was room to talk to the peer; zero before
 	told    time.Time // the deadline that the peer was told; zero before
