@@ -174,6 +174,7 @@ type fakeStore struct {
 	Store
 	pages map[kvwire.PageKey]struct{}
 	feed  func(cache.Event)
+	ask   func() // while the pages are listed; nil: nothing
 }
 
 func (s *fakeStore) Subscribe(fn func(cache.Event)) func() {
@@ -184,6 +185,9 @@ func (s *fakeStore) Subscribe(fn func(cache.Event)) func() {
 func (s *fakeStore) Range(fn func(kvwire.PageKey, kvwire.Form) bool) {
 	for k := range maps.Keys(s.pages) {
 		fn(k, testForm)
+	}
+	if s.ask != nil {
+		s.ask()
 	}
 }
 
@@ -207,6 +211,24 @@ func TestLostEventsAreMadeUpFor(t *testing.T) {
 	for i, want := range map[byte]bool{1: false, 2: true, 3: false, 4: true} {
 		require.Equal(t, want, f.filter.has(kvwire.DirectoryDigest(page(i), testForm)), "page %d", i)
 	}
+}
+
+// Peers are answered while the pages are listed anew, which takes seconds where
+// there are a million.
+func TestPeersDoNotWaitForAList(t *testing.T) {
+	t.Parallel()
+	s := &fakeStore{pages: map[kvwire.PageKey]struct{}{{Tenant: "t"}: {}}}
+	ix := newIndex()
+	defer ix.follow(s)()
+	asked := false
+	s.ask = func() {
+		if ix.mu.TryLock() {
+			asked = true
+			ix.mu.Unlock()
+		}
+	}
+	s.feed(cache.Event{Kind: cache.Lost})
+	require.True(t, asked)
 }
 
 // What is evicted leaves the directory of peers, and news does not wait for
