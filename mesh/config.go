@@ -71,7 +71,7 @@ type Config struct {
 
 	// FillTimeout bounds a fill whose context has no deadline. Default 2 s.
 	FillTimeout time.Duration
-	// MaxFills is the most pulls at a time. Default 32.
+	// MaxFills is the most pulls at a time, half of them from one peer. Default 32.
 	MaxFills int
 	// MaxDataConns is the most connections that the data port accepts at a
 	// time. Default 512.

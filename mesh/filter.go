@@ -190,7 +190,10 @@ func (f *filter) apply(added, removed []uint64) *filter {
 
 // crowded reports whether the filter has so many or so few fingerprints for
 // its buckets that a new one should be asked for.
-func (f *filter) crowded() bool {
-	n, buckets := len(f.Fingerprints), 1<<f.Buckets
+func (f *filter) crowded() bool { return f.crowdedBy(len(f.Fingerprints)) }
+
+// crowdedBy is crowded as if there were n fingerprints.
+func (f *filter) crowdedBy(n int) bool {
+	buckets := 1 << f.Buckets
 	return f.Buckets < maxBuckets && n > 4*buckets && n > 1024 || buckets > 4*max(n, 1024)
 }

@@ -58,6 +58,10 @@ func (ix *index) follow(s Store) (cancel func()) {
 	ix.mu.Lock()
 	defer ix.mu.Unlock()
 	cancel = s.Subscribe(func(e cache.Event) {
+		var now map[uint64]struct{}
+		if e.Kind == cache.Lost { // peers need not wait, and no event comes before this one is done
+			now = list(s)
+		}
 		ix.mu.Lock()
 		defer ix.mu.Unlock()
 		switch e.Kind {
@@ -66,20 +70,25 @@ func (ix *index) follow(s Store) (cancel func()) {
 		case cache.Removed:
 			ix.remove(kvwire.DirectoryDigest(e.Key, e.Form))
 		case cache.Lost:
-			ix.reload(s)
+			ix.replace(now)
 		}
 	})
-	ix.reload(s)
+	ix.replace(list(s))
 	return cancel
 }
 
-// reload lists the store anew. It needs ix.mu.
-func (ix *index) reload(s Store) {
-	now := make(map[uint64]struct{}, len(ix.set))
+// list returns the digests of all pages in the store.
+func list(s Store) map[uint64]struct{} {
+	now := make(map[uint64]struct{})
 	s.Range(func(k kvwire.PageKey, f kvwire.Form) bool {
 		now[kvwire.DirectoryDigest(k, f)] = struct{}{}
 		return true
 	})
+	return now
+}
+
+// replace makes the list another one. It needs ix.mu.
+func (ix *index) replace(now map[uint64]struct{}) {
 	for d := range ix.set {
 		if _, ok := now[d]; !ok {
 			ix.remove(d)
@@ -173,7 +182,8 @@ func (ix *index) full() kvwire.DirectoryAnswer {
 	defer ix.baseMu.Unlock()
 	ix.mu.Lock()
 	defer ix.mu.Unlock()
-	if b := ix.base; b == nil || b.version < ix.logFrom || ix.version-b.version > uint64(ix.share(minLog/4)) {
+	// A crowded one with its changes would be asked for again at once.
+	if b := ix.base; b == nil || b.version < ix.logFrom || ix.version-b.version > uint64(ix.share(minLog/4)) || b.filter.crowdedBy(len(ix.set)) {
 		digests := make([]uint64, 0, len(ix.set))
 		for d := range ix.set {
 			digests = append(digests, d)

@@ -72,6 +72,43 @@ func TestFollowersSeeEveryChange(t *testing.T) {
 	})
 }
 
+// A filter that was made of few pages, and the many that came since, would be
+// asked for again at once, and without end.
+func TestFullFilterIsNotCrowded(t *testing.T) {
+	t.Parallel()
+	for _, first := range []int{1, 300, 511} {
+		for _, more := range []int{1025 - first, 1024} {
+			ix := newIndex()
+			r := rand.New(rand.NewPCG(uint64(first), uint64(more)))
+			grow := func(n int) {
+				ix.mu.Lock()
+				defer ix.mu.Unlock()
+				for range n {
+					ix.add(r.Uint64())
+				}
+			}
+			grow(first)
+			new(follower).pull(t, ix)
+			grow(more)
+			late := &follower{}
+			late.pull(t, ix)
+			require.Equal(t, first+more, late.filter.len())
+			require.False(t, late.filter.crowded(), "%d pages and %d more", first, more)
+		}
+	}
+}
+
+// One page more of a million costs a reader some 20 ms: it asks less often.
+func TestLargeDirectoriesAreAskedForLessOften(t *testing.T) {
+	t.Parallel()
+	m := &Mesh{}
+	m.peers = newPeerTable(m)
+	require.Equal(t, 20*time.Millisecond, m.directoryPause(0))
+	require.Equal(t, 20*time.Millisecond, m.directoryPause(200*time.Microsecond), "8,192 pages")
+	require.Equal(t, 440*time.Millisecond, m.directoryPause(22*time.Millisecond))
+	require.Equal(t, time.Second, m.directoryPause(time.Minute))
+}
+
 func newWith(buckets uint8, digests []uint64) *filter {
 	values := make([]uint64, len(digests))
 	for i, d := range digests {
@@ -137,6 +174,7 @@ type fakeStore struct {
 	Store
 	pages map[kvwire.PageKey]struct{}
 	feed  func(cache.Event)
+	ask   func() // while the pages are listed; nil: nothing
 }
 
 func (s *fakeStore) Subscribe(fn func(cache.Event)) func() {
@@ -147,6 +185,9 @@ func (s *fakeStore) Subscribe(fn func(cache.Event)) func() {
 func (s *fakeStore) Range(fn func(kvwire.PageKey, kvwire.Form) bool) {
 	for k := range maps.Keys(s.pages) {
 		fn(k, testForm)
+	}
+	if s.ask != nil {
+		s.ask()
 	}
 }
 
@@ -170,6 +211,24 @@ func TestLostEventsAreMadeUpFor(t *testing.T) {
 	for i, want := range map[byte]bool{1: false, 2: true, 3: false, 4: true} {
 		require.Equal(t, want, f.filter.has(kvwire.DirectoryDigest(page(i), testForm)), "page %d", i)
 	}
+}
+
+// Peers are answered while the pages are listed anew, which takes seconds where
+// there are a million.
+func TestPeersDoNotWaitForAList(t *testing.T) {
+	t.Parallel()
+	s := &fakeStore{pages: map[kvwire.PageKey]struct{}{{Tenant: "t"}: {}}}
+	ix := newIndex()
+	defer ix.follow(s)()
+	asked := false
+	s.ask = func() {
+		if ix.mu.TryLock() {
+			asked = true
+			ix.mu.Unlock()
+		}
+	}
+	s.feed(cache.Event{Kind: cache.Lost})
+	require.True(t, asked)
 }
 
 // What is evicted leaves the directory of peers, and news does not wait for

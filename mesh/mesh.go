@@ -208,7 +208,7 @@ func (m *Mesh) Members() []Member {
 }
 
 // directoryPause is the least time between two directories of one peer: with
-// many nodes, news may be older.
-func (m *Mesh) directoryPause() time.Duration {
-	return max(20*time.Millisecond, time.Duration(len(m.peers.all()))*4*time.Millisecond)
+// many nodes, or where it took long to enter the last one, news may be older.
+func (m *Mesh) directoryPause(took time.Duration) time.Duration {
+	return max(20*time.Millisecond, time.Duration(len(m.peers.all()))*4*time.Millisecond, min(learnShare*took, maxLearnPause))
 }

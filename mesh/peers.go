@@ -21,6 +21,10 @@ const (
 	downMin      = 100 * time.Millisecond
 	downMax      = 5 * time.Second
 	followSlack  = 3 * time.Second // for an answer that was put off as long as allowed
+	// A part of one in learnShare of a processor goes into one peer's directory,
+	// unless that makes news older than maxLearnPause.
+	learnShare    = 20
+	maxLearnPause = time.Second
 )
 
 // peer is another node that is alive for gossip and has a data port.
@@ -35,6 +39,7 @@ type peer struct {
 	epoch   atomic.Uint64
 	version atomic.Uint64 // of filter
 	pulls   atomic.Int32  // at work
+	room    chan struct{} // one token for each pull that may talk to it
 	kick    chan struct{} // its directory has changed
 
 	mu        sync.Mutex
@@ -166,8 +171,8 @@ func (p *peer) follow() {
 	}()
 	pause := downMin
 	for p.ctx.Err() == nil {
-		err := p.pullDirectory(&c)
-		wait := p.m.directoryPause()
+		took, err := p.pullDirectory(&c)
+		wait := p.m.directoryPause(took)
 		p.setBroken(err != nil)
 		if err == nil {
 			pause = downMin
@@ -191,8 +196,9 @@ func (p *peer) follow() {
 	}
 }
 
-// pullDirectory asks once, over *c, which it opens if there is none.
-func (p *peer) pullDirectory(c **dataConn) error {
+// pullDirectory asks once, over *c, which it opens if there is none. It returns
+// how long it took to enter the answer.
+func (p *peer) pullDirectory(c **dataConn) (time.Duration, error) {
 	wait := p.m.cfg.DirectoryWait
 	wait = wait*3/4 + rand.N(wait/2+1)
 	ctx, cancel := context.WithTimeout(p.ctx, wait+followSlack)
@@ -200,7 +206,7 @@ func (p *peer) pullDirectory(c **dataConn) error {
 	if *c == nil {
 		opened, err := p.take(ctx, true)
 		if err != nil {
-			return err
+			return 0, err
 		}
 		*c = opened
 	}
@@ -215,15 +221,17 @@ func (p *peer) pullDirectory(c **dataConn) error {
 		err = ctx.Err()
 	}
 	if err != nil {
-		return err
+		return 0, err
 	}
+	began := time.Now()
 	a, err := kvwire.ParseDirectoryAnswer(body)
 	if err != nil {
 		p.m.counters.lies.Add(1)
-		return err
+		return 0, err
 	}
 	p.m.counters.directoryPulls.Add(1)
-	return p.learn(old, a)
+	err = p.learn(old, a)
+	return time.Since(began), err
 }
 
 // learn applies an answer to the filter that the request was about.
@@ -301,7 +309,7 @@ func (t *peerTable) up(mb serf.Member) {
 	}
 	if addr != "" {
 		ctx, cancel := context.WithCancel(context.Background())
-		p := &peer{m: t.m, name: mb.Name, addr: addr, ctx: ctx, cancel: cancel, kick: make(chan struct{}, 1)}
+		p := &peer{m: t.m, name: mb.Name, addr: addr, ctx: ctx, cancel: cancel, room: make(chan struct{}, max(1, t.m.cfg.MaxFills/2)), kick: make(chan struct{}, 1)}
 		t.byName[mb.Name] = p
 		t.wg.Go(p.follow)
 	}

@@ -18,6 +18,7 @@ var (
 const (
 	tailTime   = 500 * time.Millisecond // for the end of an answer whose pages are all here
 	reportTime = 2 * time.Second        // for a peer to check pages that came wrong
+	fairTime   = 10 * time.Millisecond  // with less, a peer that has not answered is not blamed
 )
 
 // errLocal is a page that the local cache does not take.
@@ -45,8 +46,10 @@ type pull struct {
 	cancel context.CancelCauseFunc
 
 	// Owned by run.
-	settled int  // leading flights that are done
-	heard   bool // something came from the peer
+	settled int       // leading flights that are done
+	heard   bool      // something came from the peer
+	turned  time.Time // when there was room to talk to the peer; zero before
+	told    time.Time // the deadline that the peer was told; zero before
 	lengths []int64
 	bad     []kvwire.Hash // pages that came with wrong bytes
 
@@ -77,12 +80,15 @@ func (p *pull) run() {
 }
 
 func (p *pull) fetch() error {
-	select {
-	case p.fs.room <- struct{}{}:
-		defer func() { <-p.fs.room }()
-	case <-p.ctx.Done():
-		return p.ctx.Err()
+	for _, room := range []chan struct{}{p.peer.room, p.fs.room} { // those that wait for one peer keep nobody else out
+		select {
+		case room <- struct{}{}:
+			defer func() { <-room }()
+		case <-p.ctx.Done():
+			return p.ctx.Err()
+		}
 	}
+	p.turned = time.Now()
 	for fresh := false; ; fresh = true {
 		c, err := p.peer.take(p.ctx, fresh)
 		if err != nil {
@@ -108,7 +114,8 @@ func (p *pull) fetch() error {
 
 // exchange asks for the pages and stores them as they come.
 func (p *pull) exchange(c *dataConn) error {
-	req := p.request(time.Until(p.until()), p.hashes)
+	p.told = p.until()
+	req := p.request(time.Until(p.told), p.hashes)
 	if err := c.send(kvwire.TypeBatchRead, kvwire.AppendBatchRead(nil, req)); err != nil {
 		return err
 	}
@@ -324,7 +331,7 @@ func (p *pull) end(err error) {
 		why = kvwire.ReasonDeadline
 	case errors.Is(cause, errPullDeadline):
 		why = kvwire.ReasonDeadline
-		if !p.heard {
+		if !p.heard && !p.turned.IsZero() && p.until().Sub(p.turned) >= fairTime {
 			p.peer.markDown(time.Second)
 		}
 	case cause != nil: // gossip says that the peer is gone
@@ -334,6 +341,8 @@ func (p *pull) end(err error) {
 		p.fs.m.log.Warn().Err(err).Str("peer", p.peer.name).Msg("a peer broke the protocol")
 	case errors.Is(err, errUnauthorized):
 		p.peer.markDown(downMax)
+	case !p.told.IsZero() && time.Now().After(p.told):
+		why = kvwire.ReasonDeadline // as it should; who waits still has more time and may ask again
 	default:
 		p.peer.markDown(0)
 	}

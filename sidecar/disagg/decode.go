@@ -201,7 +201,7 @@ func (s *Service) find(ctx context.Context, id handleID) (*entry, error) {
 	}
 	if e = s.found(id, found.Manifest); e == nil {
 		s.m.unknown.Inc()
-		return nil, unknownHandle("it has expired: prefill again")
+		return nil, unknownHandle("the answer of the node that knows it is no manifest: prefill again")
 	}
 	s.m.atPeer.Inc()
 	return e, nil

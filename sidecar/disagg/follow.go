@@ -52,7 +52,7 @@ func (s *Service) follow(ctx context.Context, p *prompt, e *entry, seq Sequence,
 }
 
 // found keeps a copy of a manifest that has come from a peer, or returns nil if
-// it is none or has expired.
+// it is none. Who answered has it still, whatever our clock says of its end.
 func (s *Service) found(id handleID, body []byte) *entry {
 	m, err := kvwire.ParseManifest(body)
 	if err != nil {
@@ -63,8 +63,9 @@ func (s *Service) found(id handleID, body []byte) *entry {
 	if e.running() {
 		return e
 	}
-	if !now.Before(e.expires) {
-		return nil
+	if !now.Before(e.expires) { // that node's clock is behind ours: it is asked each time
+		e.expires = now
+		return e
 	}
 	// A clock that is ahead must not keep it for ever.
 	if latest := now.Add(s.cfg.TTL); e.expires.After(latest) {

@@ -37,6 +37,8 @@ type fakePeers struct {
 	mu     sync.Mutex
 	others []*node
 	hang   bool // manifests are not answered
+	// ahead is by how much this node's clock is ahead of the others'.
+	ahead time.Duration
 }
 
 func (f *fakePeers) Name() string { return f.own }
@@ -86,11 +88,27 @@ func (f *fakePeers) FindManifest(ctx context.Context, tenant string, h kvwire.Ha
 			found.Silent++
 			continue
 		}
-		if found.Manifest = o.Manifest(tenant, h); found.Manifest != nil {
+		if found.Manifest = f.seen(o.Manifest(tenant, h)); found.Manifest != nil {
 			break
 		}
 	}
 	return found
+}
+
+// seen returns a manifest of another node with its times as they look here.
+func (f *fakePeers) seen(body []byte) []byte {
+	if f.ahead == 0 || body == nil {
+		return body
+	}
+	m, err := kvwire.ParseManifest(body)
+	if err != nil {
+		return nil
+	}
+	if m.Created != 0 {
+		m.Created -= f.ahead.Milliseconds()
+	}
+	m.Expires -= f.ahead.Milliseconds()
+	return kvwire.AppendManifest(nil, m)
 }
 
 // Follow has no network to wait for: it takes what is there.
@@ -110,7 +128,7 @@ func (f *fakePeers) Follow(ctx context.Context, r mesh.FillRequest, held func(in
 func (f *fakePeers) WaitManifest(ctx context.Context, name, tenant string, h kvwire.Hash) ([]byte, error) {
 	for _, o := range f.list() {
 		if o.name == name {
-			return o.WaitManifest(ctx, tenant, h), ctx.Err()
+			return f.seen(o.WaitManifest(ctx, tenant, h)), ctx.Err()
 		}
 	}
 	return nil, errors.New("no such node")

@@ -175,6 +175,25 @@ func TestPinsHaveACap(t *testing.T) {
 	assert.Empty(t, e.Field)
 }
 
+// Whether a handle has expired is for the node that keeps it to say: its clock is
+// the one that it was made by.
+func TestClocksMayDiffer(t *testing.T) {
+	t.Parallel()
+	for _, ahead := range []time.Duration{2 * DefaultTTL, -2 * DefaultTTL} {
+		a, b := newNode(t, "a", withRole("prefill")), newNode(t, "b", withRole("decode"))
+		connect(a, b)
+		b.fake.ahead = ahead
+		prompt := upTo(200)
+		p := a.mustPrefill(t, "acme", prompt)
+		for range 2 {
+			d := b.mustDecode(t, "acme", p.Handle, 4)
+			assert.Equal(t, greedy(t, prompt, 4), d.Tokens)
+			assert.Zero(t, d.Recomputed)
+			assert.WithinDuration(t, time.Now(), d.Expires, DefaultTTL)
+		}
+	}
+}
+
 func TestHandlesExpire(t *testing.T) {
 	t.Parallel()
 	a := newNode(t, "a", func(c *Config, _ *cache.Config) { c.TTL = time.Second })
