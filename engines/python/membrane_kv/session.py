@@ -385,7 +385,7 @@ class Session:
                 if owed := self._owed:
                     client.reset(time.monotonic() + 5 * _CONNECT_S)
                     self._owed = 0 if self._owed == owed else self._owed
-            except (OSError, ValueError, wire.WireError) as e:
+            except Exception as e:  # whatever it is, the next attempt must follow
                 trouble = trouble if isinstance(e, (FileNotFoundError, ConnectionError)) else e
                 trouble = trouble or e
                 if client is not None:

@@ -166,6 +166,33 @@ def test_garbage_is_survived(tmp_path: Path) -> None:
         s.stop()
 
 
+@pytest.mark.parametrize("endpoint", ["localhost:76000", "localhost:-1", "x"])
+def test_place_that_cannot_be_does_not_end_the_thread(
+    sidecar: FakeSidecar, endpoint: str
+) -> None:
+    s = Session((endpoint, sidecar.path), registration(), name="w").start()
+    assert s.wait_up(soon()) is not None
+    s.stop()
+
+
+def test_sidecar_that_answers_nonsense_does_not_end_the_thread(
+    sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes from outside may raise what nobody thought of; the next attempt must follow."""
+    broken = iter([OverflowError("on purpose"), RuntimeError("on purpose")])
+    real = wire.parse_registered
+
+    def parse(body: bytes) -> wire.Registered:
+        for e in broken:
+            raise e
+        return real(body)
+
+    monkeypatch.setattr(wire, "parse_registered", parse)
+    s = Session((sidecar.path,), registration(), name="w").start()
+    assert s.wait_up(soon()) is not None
+    s.stop()
+
+
 def test_stop_ends_the_thread_and_the_connection(sidecar: FakeSidecar, sessions: Start) -> None:
     s = sessions("worker")
     s.stop()
