@@ -175,13 +175,19 @@ class Session:
                 and self._queued_bytes + len(body) <= _MAX_QUEUED
             )
             if taken:
-                self._queue.append((kind, body, parse, call))
-                self._queued_bytes += len(body)
+                self._enqueue(kind, body, parse, call)
         if taken:
             self._ring()
         else:
             call.fail(UNREACHABLE)
         return call
+
+    def _enqueue(
+        self, kind: Type, body: bytes, parse: Callable[[bytes], Any], call: Call[Any]
+    ) -> None:
+        """Queue a request. Its bytes count until the socket has them. The lock is held."""
+        self._queue.append((kind, body, parse, call))
+        self._queued_bytes += wire.HEADER_SIZE + len(body)
 
     def match(
         self,
@@ -342,7 +348,7 @@ class Session:
         while self._later and self._later[0][0] <= until:
             _, _, _, handle = heapq.heappop(self._later)
             call: Call[bytes] = Call(time.monotonic() + _CONNECT_S)
-            self._queue.append((Type.DROP, wire.pack_handle(handle), bytes, call))
+            self._enqueue(Type.DROP, wire.pack_handle(handle), bytes, call)
 
     def give_back(self, epoch: int, lease: int) -> None:
         """Release a lease that nobody will read, without waiting for the answer."""
@@ -468,6 +474,8 @@ class Session:
                 with contextlib.suppress(BlockingIOError):
                     while out:
                         n = sock.send(out[0])
+                        with self._lock:
+                            self._queued_bytes -= n
                         out[0] = out[0][n:]
                         if not out[0]:
                             out.popleft()
@@ -487,11 +495,11 @@ class Session:
             self._send_drops(now)
             while self._queue:
                 kind, body, parse, call = self._queue.popleft()
-                self._queued_bytes = max(self._queued_bytes - len(body), 0)
                 frame_id = client.next_id()
                 try:
                     frame = wire.frame(kind, frame_id, body)
                 except wire.WireError as e:
+                    self._queued_bytes -= wire.HEADER_SIZE + len(body)
                     call.fail(e.name)
                     continue
                 self._pending.append(_Pending(frame_id, kind, parse, call))

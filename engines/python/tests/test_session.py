@@ -217,6 +217,38 @@ def test_large_frames_cross_in_both_directions(sidecar: FakeSidecar, sessions: S
     assert bytes(read.result.object) == data
 
 
+def test_requests_on_their_way_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sidecar that reads nothing must not fill the engine's memory with pages."""
+    most, size = 8 << 20, 1 << 20
+    monkeypatch.setattr("membrane_kv.session._MAX_QUEUED", most)
+    held, go = threading.Event(), threading.Event()
+    real = FakeSidecar(str(tmp_path / "t"), arena_bytes=4 << 20)
+    s = Session((real.path,), registration(), name="w").start()
+    assert s.wait_up(soon()) is not None
+    real.silent.add(Type.WRITE)
+
+    def hold(*_: object) -> bytes:
+        held.set()
+        go.wait()
+        return b""
+
+    monkeypatch.setattr("fake_sidecar._Connection.on_ping", hold)
+    assert s.up is not None
+    s.submit(Type.PING, b"", bytes, soon(60))
+    assert held.wait(5)
+    taken = 0
+    for _ in range(100):
+        call = s.write(s.up.epoch, 1, 0, bytes(size), soon(60))
+        taken += not call.done()
+        eventually(lambda: not s._queue)  # the thread has made frames of it
+    go.set()
+    s.stop()
+    real.close()
+    assert most // size - 1 <= taken <= most // size + 1, "and what the socket holds"
+
+
 @pytest.mark.parametrize("callback", ["then", "late"])
 def test_broken_callback_does_not_end_the_session(
     sidecar: FakeSidecar, sessions: Start, callback: str
