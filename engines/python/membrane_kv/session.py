@@ -411,6 +411,13 @@ class Session:
         )
         return None
 
+    def _payment(self, owed: int) -> Call[dict[str, Any]]:
+        def then(call: Call[dict[str, Any]]) -> None:
+            if call.ok and self._owed == owed:
+                self._owed = 0
+
+        return Call(time.monotonic() + 5 * _CONNECT_S, then)
+
     def _say(self, level: int, sentence: str) -> None:
         if sentence != self._said:
             self._said = sentence
@@ -422,6 +429,8 @@ class Session:
             self._epoch += 1
             self._later.clear()
             self._up = Up(self._epoch, client.registered, client.shared)
+            if owed := self._owed:  # since _connect has looked
+                self._enqueue(Type.RESET, b"", wire.parse_json, self._payment(owed))
             self._changed.notify_all()
         if client.shared is not None:
             threading.Thread(

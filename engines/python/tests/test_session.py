@@ -14,6 +14,7 @@ from fake_sidecar import FakeSidecar
 from helpers import eventually, registration, soon
 from membrane_kv import wire
 from membrane_kv.call import DEADLINE, UNREACHABLE, Call
+from membrane_kv.client import Client
 from membrane_kv.session import Session
 from membrane_kv.wire import Type
 
@@ -215,6 +216,27 @@ def test_large_frames_cross_in_both_directions(sidecar: FakeSidecar, sessions: S
     read = s.read(up.epoch, found.result.lease, 0, soon())
     assert read.wait() and read.result is not None
     assert bytes(read.result.object) == data
+
+
+def test_reset_while_the_connection_is_made_is_sent_on_it(
+    sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are connected already, and may have stored before the reset and after what it owed."""
+    s = Session((sidecar.path,), registration("scheduler"), name="s")
+    registered, serve = [0], s._serve
+
+    def late(client: Client) -> None:
+        registered[0] += 1
+        assert not s.reset(soon()).wait(), "there is no connection yet"
+        assert Type.RESET not in sidecar.seen
+        serve(client)
+
+    monkeypatch.setattr(s, "_serve", late)
+    s.start()
+    eventually(lambda: Type.RESET in sidecar.seen)
+    assert registered == [1]
+    eventually(lambda: not s._owed)
+    s.stop()
 
 
 def test_requests_on_their_way_are_bounded_in_bytes(
