@@ -273,6 +273,10 @@ class Storer:
         finally:
             self._recorder.add("store_us", int((time.perf_counter() - began) * 1e6))
 
+    def abandon(self, reason: str) -> None:
+        """Store nothing of what `begin` took, and count it."""
+        self._drop_all(reason)
+
     def take_held(self) -> list[tuple[str, int]]:
         """Return request and number of the pages that the sidecar holds now, each once."""
         found = []

@@ -235,6 +235,16 @@ def test_refused_stores_are_counted(rig: Rig) -> None:
     assert rig.recorder.count("dropped_stores_quarantined") == 2
 
 
+def test_abandoned_pages_are_not_stored(rig: Rig) -> None:
+    job = StoreJob("r", rig.match().handle, 0, PER, [1, 2, 3, 4], time.monotonic())
+    rig.storer.begin([job])
+    rig.storer.abandon("failed_step")
+    rig.storer.finish()
+    assert rig.recorder.count("dropped_stores_failed_step") == 2
+    assert not rig.sidecar.pages and Type.COMMIT not in rig.sidecar.seen
+    rig.stored(3)
+
+
 def test_commit_without_answer_is_counted(rig: Rig) -> None:
     rig.sidecar.hangup.add(Type.COMMIT)
     rig.store(2)
