@@ -229,6 +229,7 @@ class Storer:
         self._todo: collections.deque[_Chunk] = collections.deque()
         self._asked: collections.deque[_Chunk] = collections.deque()
         self._credits = 0
+        self._begun = 0  # the connection's epoch at `begin`
         self._epoch = 0
         self._orphans = 0
 
@@ -236,6 +237,7 @@ class Storer:
         """Take the step's jobs and ask for the first slots. Returns at once."""
         self._drop_all("superseded")
         up = self._session.up
+        self._begun = up.epoch if up is not None else 0
         batch = _BATCH
         if up is not None and not _inline(up):
             self._count_credits(up)
@@ -292,7 +294,8 @@ class Storer:
         deadline = time.monotonic() + self._deadline_s
         while self._todo or self._asked:
             up = self._session.up
-            if up is None:
+            if up is None or up.epoch != self._begun:
+                # The jobs' chains are those of the connection that `begin` has trusted.
                 self._drop_all(UNREACHABLE)
             elif time.monotonic() >= deadline:
                 self._drop_all(DEADLINE)
