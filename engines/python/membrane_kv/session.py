@@ -356,8 +356,9 @@ class Session:
             self.release(lease, time.monotonic() + _CONNECT_S, epoch=epoch)
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the thread has ended
-            os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if self._wake >= 0:  # else the thread has ended, and the number is another file's
+                os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         backoff = _BACKOFF_S[0]
