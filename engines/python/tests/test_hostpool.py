@@ -131,7 +131,7 @@ def test_memory_that_cannot_be_read_is_refused() -> None:
         FlatPages([as_bytes(Tensor(whole))], 40)
 
 
-@pytest.mark.parametrize("offset", [-standin.PAGE_BYTES, -1, 1, 2 * standin.PAGE_BYTES - 1, 1 << 40])
+@pytest.mark.parametrize("offset", [-standin.PAGE_BYTES, -1, 1, 2 * standin.PAGE_BYTES - 1, 2**40])
 def test_page_of_its_own_is_copied_from_inside_the_memory_only(offset: int) -> None:
     """A slice that is too short, of one byte even, must not be spread over the page."""
     memory = np.arange(2 * standin.PAGE_BYTES, dtype=np.uint64).astype(np.uint8)

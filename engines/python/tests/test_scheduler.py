@@ -492,7 +492,7 @@ def test_answer_that_comes_while_its_request_is_removed_is_given_back(
 
 
 def test_chain_whose_lease_is_refused_is_forgotten(rig: Rig) -> None:
-    """Such as by a sidecar that is busy; else it would keep the chain as long as the engine runs."""
+    """Such as by a sidecar that is busy; else it keeps the chain as long as the engine runs."""
     rig.fill(3)
     rig.add("a", 200)
     assert rig.match("a") == 192

@@ -169,9 +169,7 @@ def test_garbage_is_survived(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:76000", "localhost:-1", "x"])
-def test_place_that_cannot_be_does_not_end_the_thread(
-    sidecar: FakeSidecar, endpoint: str
-) -> None:
+def test_place_that_cannot_be_does_not_end_the_thread(sidecar: FakeSidecar, endpoint: str) -> None:
     s = Session((endpoint, sidecar.path), registration(), name="w").start()
     assert s.wait_up(soon()) is not None
     s.stop()
@@ -246,7 +244,7 @@ def test_large_frames_cross_in_both_directions(sidecar: FakeSidecar, sessions: S
 def test_reset_while_the_connection_is_made_is_sent_on_it(
     sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers are connected already, and may have stored before the reset and after what it owed."""
+    """Workers may be connected already, and have stored since the reset that was owed."""
     s = Session((sidecar.path,), registration("scheduler"), name="s")
     registered, serve = [0], s._serve
 
