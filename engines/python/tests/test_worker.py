@@ -241,6 +241,7 @@ def test_abandoned_pages_are_not_stored(rig: Rig) -> None:
     rig.storer.abandon("failed_step")
     rig.storer.finish()
     assert rig.recorder.count("dropped_stores_failed_step") == 2
+    eventually(lambda: rig.storer._orphans == 2)
     assert not rig.sidecar.pages and Type.COMMIT not in rig.sidecar.seen
     rig.stored(3)
 
