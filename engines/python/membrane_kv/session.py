@@ -19,6 +19,7 @@ import random
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -101,6 +102,8 @@ class Session:
         self._up: Up | None = None
         self._epoch = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not at the thread's end: a caller may hold the number, which another file may get.
+        weakref.finalize(self, os.close, self._wake)
         self._stopping = threading.Event()
         self._renew = 0
         self._owed = 0
@@ -356,26 +359,21 @@ class Session:
             self.release(lease, time.monotonic() + _CONNECT_S, epoch=epoch)
 
     def _ring(self) -> None:
-        with self._lock:
-            if self._wake >= 0:  # else the thread has ended, and the number is another file's
-                os.eventfd_write(self._wake, 1)
+        # Not under the lock: the thread would wake up and wait for it.
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         backoff = _BACKOFF_S[0]
-        try:
-            while not self._stopping.is_set():
-                began = time.monotonic()
-                client = self._connect()
-                if client is not None:
-                    self._serve(client)
-                    if time.monotonic() - began > _BACKOFF_S[1]:
-                        backoff = _BACKOFF_S[0]
-                self._stopping.wait(backoff * random.uniform(0.5, 1.0))
-                backoff = min(backoff * 2, _BACKOFF_S[1])
-        finally:
-            with self._lock:
-                os.close(self._wake)
-                self._wake = -1
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            client = self._connect()
+            if client is not None:
+                self._serve(client)
+                if time.monotonic() - began > _BACKOFF_S[1]:
+                    backoff = _BACKOFF_S[0]
+            self._stopping.wait(backoff * random.uniform(0.5, 1.0))
+            backoff = min(backoff * 2, _BACKOFF_S[1])
 
     def _connect(self) -> Client | None:
         trouble: Exception | None = None
