@@ -99,6 +99,7 @@ class Session:
         self._order = itertools.count()
         self._pending: collections.deque[_Pending] = collections.deque()
         self._queued_bytes = 0
+        self._sent_bytes = 0  # of these, which only the thread counts
         self._up: Up | None = None
         self._epoch = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -451,7 +452,7 @@ class Session:
                 self._up = None
                 lost = [entry[3] for entry in self._queue]
                 self._queue.clear()
-                self._queued_bytes = 0
+                self._queued_bytes = self._sent_bytes = 0
                 lost += [entry.call for entry in self._pending]
                 self._pending.clear()
                 self._later.clear()
@@ -482,8 +483,7 @@ class Session:
                 with contextlib.suppress(BlockingIOError):
                     while out:
                         n = sock.send(out[0])
-                        with self._lock:
-                            self._queued_bytes -= n
+                        self._sent_bytes += n
                         out[0] = out[0][n:]
                         if not out[0]:
                             out.popleft()
@@ -500,6 +500,8 @@ class Session:
         """Turn what was submitted into frames; return seconds until the next thing is due."""
         now = time.monotonic()
         with self._lock:
+            self._queued_bytes -= self._sent_bytes
+            self._sent_bytes = 0
             self._send_drops(now)
             while self._queue:
                 kind, body, parse, call = self._queue.popleft()
