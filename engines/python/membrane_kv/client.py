@@ -78,11 +78,12 @@ class Client:
         """
         client = cls._dial(endpoint, deadline, key, name)
         path = client.hello.socket
-        if "/" in endpoint or inline or not path:
+        # A relative path is one in the sidecar's working directory.
+        if "/" in endpoint or inline or not path.startswith("/"):
             return client
         try:
             moved = cls._dial(path, deadline, key, name)
-        except (OSError, wire.WireError):
+        except (OSError, ValueError, wire.WireError):
             return client  # not in this mount namespace, or not ours to open
         client.close()
         return moved

@@ -129,11 +129,15 @@ class HostPool:
             return
         if index.min() < 0 or index.max() >= self.count:
             raise ValueError(f"pages {index.min()} to {index.max()} of a pool of {self.count}")
-        if offsets.min() < 0 or int(offsets.max()) + self.page_bytes > len(memory):
-            raise ValueError(
-                f"objects of {self.page_bytes} bytes at {offsets.min()} to {offsets.max()} do not"
-                f" lie in {len(memory)} bytes"
-            )
+        _check_offsets(offsets, self.page_bytes, memory)
+
+
+def _check_offsets(offsets: Index, page_bytes: int, memory: Bytes) -> None:
+    if len(offsets) and (offsets.min() < 0 or int(offsets.max()) + page_bytes > len(memory)):
+        raise ValueError(
+            f"objects of {page_bytes} bytes at {offsets.min()} to {offsets.max()} do not"
+            f" lie in {len(memory)} bytes"
+        )
 
 
 def _strided(first: Bytes, n: int, stride: int) -> Bytes:
@@ -167,10 +171,12 @@ class FlatPages:
 
     def fill(self, index: Index, memory: Bytes, offsets: Index) -> None:
         """See Pages."""
+        _check_offsets(offsets, self.page_bytes, memory)
         for i, at in zip(index.tolist(), offsets.tolist(), strict=True):
             self._pages[i][:] = memory[at : at + self.page_bytes]
 
     def take(self, index: Index, memory: Bytes, offsets: Index) -> None:
         """See Pages."""
+        _check_offsets(offsets, self.page_bytes, memory)
         for i, at in zip(index.tolist(), offsets.tolist(), strict=True):
             memory[at : at + self.page_bytes] = self._pages[i]

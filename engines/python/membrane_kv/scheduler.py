@@ -77,6 +77,7 @@ class _Request:
         self.asking: Call[wire.Leased] | None = None
         self.asked_at = 0.0
         self.asking_epoch = 0
+        self.asking_handle = 0  # of the lease that was asked for, 0 with a match
         self.asked_tokens = 0
         self.was_asked = False
         self.asked_first = 0
@@ -229,7 +230,7 @@ class Scheduler:
         if r.handle and r.epoch == up.epoch:
             self._extend(r, num_tokens)
             first = computed // size
-            r.asked_tokens = r.sent
+            r.asked_tokens, r.asking_handle = r.sent, r.handle
             pages = max(num_tokens // size - first, 0)
             r.asking = self._session.lease(
                 up.epoch, r.handle, first, pages, deadline, server, self._settings.lease_ms
@@ -238,7 +239,7 @@ class Scheduler:
             if num_tokens > wire.MAX_TOKENS:
                 self._miss("too_large")
                 return
-            r.handle = 0
+            r.handle = r.asking_handle = 0
             epoch = up.epoch
 
             def late(leased: wire.Leased) -> None:
@@ -271,14 +272,17 @@ class Scheduler:
         if not call.ok or call.result is None:
             self._miss(call.reason)
             if call.reason not in (UNREACHABLE, DEADLINE):
-                r.handle = 0
+                self._drop_chain(r)
             return
         up = self._session.up
         if up is None or up.epoch != r.asking_epoch:
             self._miss(UNREACHABLE)
             return
-        self._adopt(r, r.asking_epoch, up.registered.page_tokens, r.asked_tokens, call.result)
         leased = call.result
+        if not r.asking_handle:
+            self._adopt(r, r.asking_epoch, up.registered.page_tokens, r.asked_tokens, leased)
+        elif r.handle == leased.handle:  # else an extend has failed: the chain lacks tokens
+            r.chain = max(r.chain, leased.chain_pages)
         self._recorder.add("matches")
         self._recorder.add("matched_pages", leased.pages)
         self._recorder.add("matched_pages_from_peers", leased.from_peers)
@@ -293,9 +297,6 @@ class Scheduler:
     def _adopt(
         self, r: _Request, epoch: int, page_tokens: int, sent: int, leased: wire.Leased
     ) -> None:
-        if r.handle == leased.handle:
-            r.chain = max(r.chain, leased.chain_pages)
-            return
         r.handle, r.epoch, r.granted = leased.handle, epoch, r.asked_at
         r.page_tokens, r.sent, r.chain = page_tokens, sent, leased.chain_pages
         r.stored = 0
@@ -303,6 +304,25 @@ class Scheduler:
     def _miss(self, reason: str) -> None:
         self._recorder.add("matches")
         self._recorder.add("misses_" + reason)
+
+    def _cancel(self, r: _Request, reason: str) -> None:
+        """End what is being asked, or take its answer where that has come already."""
+        if r.asking is None:
+            return
+        if not r.asking.done():
+            r.asking.fail(reason)
+        if r.asking.reason == reason:
+            r.asking = None
+            self._asking.pop(r.id, None)
+        else:
+            self._absorb(r)
+
+    def _drop_chain(self, r: _Request) -> None:
+        """Forget the chain. Commits that other connections have under way still need it."""
+        if r.handle:
+            wait = self._settings.store_deadline_ms / 1e3 + _DROP_SLACK_S
+            self._session.drop(r.epoch, r.handle, wait)
+            r.handle = 0
 
     def _give_back(self, r: _Request) -> None:
         if r.grant is not None:
@@ -474,18 +494,10 @@ class Scheduler:
         if r is None:
             return
         r.gone = True
-        if r.asking is not None:
-            if r.asking.done():
-                self._absorb(r)
-            else:
-                self._asking.pop(r.id, None)
-                r.asking.fail("cancelled")
+        self._cancel(r, "cancelled")
         self._give_back(r)
         self._take_late()
-        if r.handle:
-            # Commits that other connections have under way still need the chain.
-            wait = self._settings.store_deadline_ms / 1e3 + _DROP_SLACK_S
-            self._session.drop(r.epoch, r.handle, wait)
+        self._drop_chain(r)
 
     def reset(self) -> bool:
         """Drop the namespace's pages in the sidecar; return that nothing of before is used.
@@ -497,9 +509,7 @@ class Scheduler:
         told again before anything else once it is back.
         """
         for r in self._requests.values():
-            if r.asking is not None:
-                r.asking.fail("reset")
-                r.asking = None
+            self._cancel(r, "reset")
             self._give_back(r)
             if r.loading is not None and r.loading.lease:
                 self._session.give_back(r.loading_epoch, r.loading.lease)

@@ -19,6 +19,7 @@ import random
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -98,9 +99,12 @@ class Session:
         self._order = itertools.count()
         self._pending: collections.deque[_Pending] = collections.deque()
         self._queued_bytes = 0
+        self._sent_bytes = 0  # of these, which only the thread counts
         self._up: Up | None = None
         self._epoch = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not at the thread's end: a caller may hold the number, which another file may get.
+        weakref.finalize(self, os.close, self._wake)
         self._stopping = threading.Event()
         self._renew = 0
         self._owed = 0
@@ -175,13 +179,19 @@ class Session:
                 and self._queued_bytes + len(body) <= _MAX_QUEUED
             )
             if taken:
-                self._queue.append((kind, body, parse, call))
-                self._queued_bytes += len(body)
+                self._enqueue(kind, body, parse, call)
         if taken:
             self._ring()
         else:
             call.fail(UNREACHABLE)
         return call
+
+    def _enqueue(
+        self, kind: Type, body: bytes, parse: Callable[[bytes], Any], call: Call[Any]
+    ) -> None:
+        """Queue a request. Its bytes count until the socket has them. The lock is held."""
+        self._queue.append((kind, body, parse, call))
+        self._queued_bytes += wire.HEADER_SIZE + len(body)
 
     def match(
         self,
@@ -342,7 +352,7 @@ class Session:
         while self._later and self._later[0][0] <= until:
             _, _, _, handle = heapq.heappop(self._later)
             call: Call[bytes] = Call(time.monotonic() + _CONNECT_S)
-            self._queue.append((Type.DROP, wire.pack_handle(handle), bytes, call))
+            self._enqueue(Type.DROP, wire.pack_handle(handle), bytes, call)
 
     def give_back(self, epoch: int, lease: int) -> None:
         """Release a lease that nobody will read, without waiting for the answer."""
@@ -350,25 +360,21 @@ class Session:
             self.release(lease, time.monotonic() + _CONNECT_S, epoch=epoch)
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the thread has ended
+        # Not under the lock: the thread would wake up and wait for it.
+        with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         backoff = _BACKOFF_S[0]
-        try:
-            while not self._stopping.is_set():
-                began = time.monotonic()
-                client = self._connect()
-                if client is not None:
-                    self._serve(client)
-                    if time.monotonic() - began > _BACKOFF_S[1]:
-                        backoff = _BACKOFF_S[0]
-                self._stopping.wait(backoff * random.uniform(0.5, 1.0))
-                backoff = min(backoff * 2, _BACKOFF_S[1])
-        finally:
-            with self._lock:
-                os.close(self._wake)
-                self._wake = -1
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            client = self._connect()
+            if client is not None:
+                self._serve(client)
+                if time.monotonic() - began > _BACKOFF_S[1]:
+                    backoff = _BACKOFF_S[0]
+            self._stopping.wait(backoff * random.uniform(0.5, 1.0))
+            backoff = min(backoff * 2, _BACKOFF_S[1])
 
     def _connect(self) -> Client | None:
         trouble: Exception | None = None
@@ -385,7 +391,7 @@ class Session:
                 if owed := self._owed:
                     client.reset(time.monotonic() + 5 * _CONNECT_S)
                     self._owed = 0 if self._owed == owed else self._owed
-            except (OSError, ValueError, wire.WireError) as e:
+            except Exception as e:  # whatever it is, the next attempt must follow
                 trouble = trouble if isinstance(e, (FileNotFoundError, ConnectionError)) else e
                 trouble = trouble or e
                 if client is not None:
@@ -405,6 +411,13 @@ class Session:
         )
         return None
 
+    def _payment(self, owed: int) -> Call[dict[str, Any]]:
+        def then(call: Call[dict[str, Any]]) -> None:
+            if call.ok and self._owed == owed:
+                self._owed = 0
+
+        return Call(time.monotonic() + 5 * _CONNECT_S, then)
+
     def _say(self, level: int, sentence: str) -> None:
         if sentence != self._said:
             self._said = sentence
@@ -416,6 +429,8 @@ class Session:
             self._epoch += 1
             self._later.clear()
             self._up = Up(self._epoch, client.registered, client.shared)
+            if owed := self._owed:  # since _connect has looked
+                self._enqueue(Type.RESET, b"", wire.parse_json, self._payment(owed))
             self._changed.notify_all()
         if client.shared is not None:
             threading.Thread(
@@ -437,7 +452,7 @@ class Session:
                 self._up = None
                 lost = [entry[3] for entry in self._queue]
                 self._queue.clear()
-                self._queued_bytes = 0
+                self._queued_bytes = self._sent_bytes = 0
                 lost += [entry.call for entry in self._pending]
                 self._pending.clear()
                 self._later.clear()
@@ -468,6 +483,7 @@ class Session:
                 with contextlib.suppress(BlockingIOError):
                     while out:
                         n = sock.send(out[0])
+                        self._sent_bytes += n
                         out[0] = out[0][n:]
                         if not out[0]:
                             out.popleft()
@@ -484,14 +500,16 @@ class Session:
         """Turn what was submitted into frames; return seconds until the next thing is due."""
         now = time.monotonic()
         with self._lock:
+            self._queued_bytes -= self._sent_bytes
+            self._sent_bytes = 0
             self._send_drops(now)
             while self._queue:
                 kind, body, parse, call = self._queue.popleft()
-                self._queued_bytes = max(self._queued_bytes - len(body), 0)
                 frame_id = client.next_id()
                 try:
                     frame = wire.frame(kind, frame_id, body)
                 except wire.WireError as e:
+                    self._queued_bytes -= wire.HEADER_SIZE + len(body)
                     call.fail(e.name)
                     continue
                 self._pending.append(_Pending(frame_id, kind, parse, call))

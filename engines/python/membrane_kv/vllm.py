@@ -14,6 +14,7 @@ None lets an exception out: one kills the engine.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -456,8 +457,14 @@ class MembraneConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(lambda *_: None)
     def wait_for_save(self) -> None:
         """Hand the step's full pages over, until the store deadline at most."""
-        if self._storer is not None:
-            self._storer.finish()
+        if self._storer is None:
+            return
+        if sys.exc_info()[0] is not None:
+            # vLLM calls this on the way out of a step that has failed, too, in which
+            # nobody knows what was computed.
+            self._storer.abandon("failed_step")
+            return
+        self._storer.finish()
 
     def _ended(self) -> tuple[set[str], set[str], set[int]]:
         """Return the ids of loads that ended, those that failed, and the latter's blocks."""

@@ -640,7 +640,7 @@ def parse_registered(body: bytes) -> Registered:
             slot_bytes=int(v.get("slot_bytes", 0)),
             max_lease_ms=int(v.get("max_lease_ms", 0)),
         )
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, OverflowError) as e:
         raise _bad("registered", f"{type(e).__name__}: {e}") from e
     if r.page_tokens < 1 or not 0 < r.object_bytes <= MAX_OBJECT:
         raise _bad("registered", f"{r.page_tokens} tokens in {r.object_bytes} bytes")

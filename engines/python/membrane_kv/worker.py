@@ -229,6 +229,7 @@ class Storer:
         self._todo: collections.deque[_Chunk] = collections.deque()
         self._asked: collections.deque[_Chunk] = collections.deque()
         self._credits = 0
+        self._begun = 0  # the connection's epoch at `begin`
         self._epoch = 0
         self._orphans = 0
 
@@ -236,6 +237,7 @@ class Storer:
         """Take the step's jobs and ask for the first slots. Returns at once."""
         self._drop_all("superseded")
         up = self._session.up
+        self._begun = up.epoch if up is not None else 0
         batch = _BATCH
         if up is not None and not _inline(up):
             self._count_credits(up)
@@ -273,6 +275,10 @@ class Storer:
         finally:
             self._recorder.add("store_us", int((time.perf_counter() - began) * 1e6))
 
+    def abandon(self, reason: str) -> None:
+        """Store nothing of what `begin` took, and count it."""
+        self._drop_all(reason)
+
     def take_held(self) -> list[tuple[str, int]]:
         """Return request and number of the pages that the sidecar holds now, each once."""
         found = []
@@ -288,7 +294,8 @@ class Storer:
         deadline = time.monotonic() + self._deadline_s
         while self._todo or self._asked:
             up = self._session.up
-            if up is None:
+            if up is None or up.epoch != self._begun:
+                # The jobs' chains are those of the connection that `begin` has trusted.
                 self._drop_all(UNREACHABLE)
             elif time.monotonic() >= deadline:
                 self._drop_all(DEADLINE)

@@ -34,8 +34,10 @@ class Chain:
         self.prior = hashlib.sha256(b"seed" + salt).digest() if salt is not None else b""
         self.rest = b""
         self.hashes: list[bytes] = []
+        self.whole = b""
 
     def append(self, ids: bytes) -> None:
+        self.whole += ids
         data = self.rest + ids
         whole = len(data) // self.size * self.size
         for i in range(0, whole, self.size):
@@ -64,7 +66,8 @@ class FakeSidecar:
     Attributes to set at any time: `silent`: types that are not answered;
     `hangup`: types at which the connection is closed; `delay`: seconds before
     answers, by type; `outcome`: of every release; `page_limit`: pages leased at
-    most; `refuse`: the reason for which stores are refused, or 0.
+    most; `refuse`: the reason for which stores are refused, or 0; `refuse_type`:
+    the error code with which requests are refused, by type.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class FakeSidecar:
         self.outcome = wire.Outcome.LIVE
         self.page_limit = 1 << 16
         self.refuse = 0
+        self.refuse_type: dict[int, int] = {}
         self.lease_ms = 10_000
         self.seen: list[int] = []
         self.errors: list[str] = []
@@ -216,6 +220,8 @@ class _Connection:
             time.sleep(sc.delay.get(header.type, 0))
             fds: list[int] = []
             try:
+                if code := sc.refuse_type.get(header.type):
+                    raise WireError(code, "", "refused on purpose")
                 with sc._lock:
                     answer = getattr(self, "on_" + Type(header.type).name.lower())(body, fds)
                 kind = Type.PAGE if header.type == Type.READ else header.type | ANSWER

@@ -70,6 +70,17 @@ def test_store_match_load_release(sidecar: FakeSidecar) -> None:
     client.close()
 
 
+@pytest.mark.parametrize("said", ["e.sock", "run/e.sock", "x" * 300, "/nul\0"])
+def test_socket_that_does_not_open_leaves_the_port(sidecar: FakeSidecar, said: str) -> None:
+    """As with `--engine-socket e.sock`: relative to the sidecar's folder."""
+    sidecar.path, there = said, sidecar.path
+    client = Client.connect(f"localhost:{sidecar.port}", soon())
+    assert client.sock.family != socket.AF_UNIX
+    client.ping(soon())
+    client.close()
+    sidecar.path = there
+
+
 def test_salt_is_another_scope(sidecar: FakeSidecar) -> None:
     client = connect(sidecar)
     store(client, client.match(IDS, soon()).handle, 0, 1)

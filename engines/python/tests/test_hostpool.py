@@ -129,3 +129,22 @@ def test_memory_that_cannot_be_read_is_refused() -> None:
         as_bytes(far)
     with pytest.raises(ValueError, match="a page of 48 bytes, not 40"):
         FlatPages([as_bytes(Tensor(whole))], 40)
+
+
+@pytest.mark.parametrize("offset", [-standin.PAGE_BYTES, -1, 1, 2 * standin.PAGE_BYTES - 1, 2**40])
+def test_page_of_its_own_is_copied_from_inside_the_memory_only(offset: int) -> None:
+    """A slice that is too short, of one byte even, must not be spread over the page."""
+    memory = np.arange(2 * standin.PAGE_BYTES, dtype=np.uint64).astype(np.uint8)
+    page = np.zeros(standin.PAGE_BYTES, np.uint8)
+    flat = FlatPages([page], standin.PAGE_BYTES)
+    at = np.array([offset], np.int64)
+    if offset == 1:
+        flat.fill(np.array([0]), memory, at)
+        assert (page == memory[1 : 1 + standin.PAGE_BYTES]).all()
+        return
+    before = memory.copy()
+    with pytest.raises(ValueError, match="do not lie in"):
+        flat.fill(np.array([0]), memory, at)
+    with pytest.raises(ValueError, match="do not lie in"):
+        flat.take(np.array([0]), memory, at)
+    assert not page.any() and (memory == before).all()

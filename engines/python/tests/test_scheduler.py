@@ -9,6 +9,7 @@ import pytest
 from fake_sidecar import FakeSidecar
 from helpers import BLOCK, BLOCK_BYTES, PAGE, eventually, soon
 from membrane_kv import wire
+from membrane_kv.call import Call
 from membrane_kv.jobs import Step
 from membrane_kv.record import Recorder
 from membrane_kv.scheduler import Scheduler
@@ -451,6 +452,74 @@ def test_match_that_a_reset_overtakes_brings_no_chain(rig: Rig) -> None:
     assert not rig.step("a", 200).stores
     rig.answered()
     assert not rig.sidecar.leases and not rig.sidecar.chains
+
+
+@pytest.mark.parametrize("how", ["reset", "remove"])
+def test_answer_that_nobody_has_looked_at_is_given_back(rig: Rig, how: str) -> None:
+    rig.fill(3)
+    rig.add("a", 200)
+    rig.sidecar.delay[Type.MATCH] = 0.05
+    assert rig.s.match("a", 0, 200, 0) is None
+    rig.answered()
+    assert rig.sidecar.leases and rig.sidecar.chains
+    if how == "reset":
+        assert rig.s.reset()
+    rig.s.remove("a")
+    rig.session.drop_now()
+    rig.answered()
+    assert not rig.sidecar.leases and not rig.sidecar.chains
+
+
+def test_answer_that_comes_while_its_request_is_removed_is_given_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.fill(3)
+    rig.add("a", 200)
+    rig.sidecar.delay[Type.MATCH] = 0.05
+    assert rig.s.match("a", 0, 200, 0) is None
+    fail = Call.fail
+
+    def just_too_late(call: Call[object], reason: str) -> None:
+        rig.answered()
+        fail(call, reason)
+
+    monkeypatch.setattr(Call, "fail", just_too_late)
+    rig.s.remove("a")
+    monkeypatch.undo()
+    rig.session.drop_now()
+    rig.answered()
+    assert not rig.sidecar.leases and not rig.sidecar.chains
+
+
+def test_chain_whose_lease_is_refused_is_forgotten(rig: Rig) -> None:
+    """Such as by a sidecar that is busy; else it keeps the chain as long as the engine runs."""
+    rig.fill(3)
+    rig.add("a", 200)
+    assert rig.match("a") == 192
+    rig.s.allocated("a", 0, [])
+    rig.sidecar.refuse_type[Type.LEASE] = wire.Code.BUSY
+    assert rig.match("a", preemptions=1) == 0
+    rig.session.drop_now()
+    rig.answered()
+    assert not rig.sidecar.chains
+
+
+def test_chain_that_lacks_tokens_is_not_taken_up_again(rig: Rig) -> None:
+    """Where an extend fails the chain has a gap: what would be added to it has another name."""
+    rig.fill(3)
+    rig.add("a", 200)
+    assert rig.match("a") == 192
+    rig.s.allocated("a", 0, [])
+    rig.ids["a"] = list(range(300))
+    rig.sidecar.refuse_type[Type.EXTEND] = wire.Code.BUSY
+    rig.match("a", preemptions=1)
+    rig.sidecar.refuse_type.clear()
+    rig.ids["a"] = list(range(400))
+    rig.step("a", 300)
+    rig.answered()
+    whole = wire.tokens(range(400))
+    for chain in rig.sidecar.chains.values():
+        assert whole.startswith(chain.whole)
 
 
 def test_load_that_a_reset_overtakes_fails(rig: Rig) -> None:

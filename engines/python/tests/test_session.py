@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from fake_sidecar import FakeSidecar
 from helpers import eventually, registration, soon
 from membrane_kv import wire
 from membrane_kv.call import DEADLINE, UNREACHABLE, Call
+from membrane_kv.client import Client
 from membrane_kv.session import Session
 from membrane_kv.wire import Type
 
@@ -166,12 +168,49 @@ def test_garbage_is_survived(tmp_path: Path) -> None:
         s.stop()
 
 
+@pytest.mark.parametrize("endpoint", ["localhost:76000", "localhost:-1", "x"])
+def test_place_that_cannot_be_does_not_end_the_thread(sidecar: FakeSidecar, endpoint: str) -> None:
+    s = Session((endpoint, sidecar.path), registration(), name="w").start()
+    assert s.wait_up(soon()) is not None
+    s.stop()
+
+
+def test_sidecar_that_answers_nonsense_does_not_end_the_thread(
+    sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes from outside may raise what nobody thought of; the next attempt must follow."""
+    broken = iter([OverflowError("on purpose"), RuntimeError("on purpose")])
+    real = wire.parse_registered
+
+    def parse(body: bytes) -> wire.Registered:
+        for e in broken:
+            raise e
+        return real(body)
+
+    monkeypatch.setattr(wire, "parse_registered", parse)
+    s = Session((sidecar.path,), registration(), name="w").start()
+    assert s.wait_up(soon()) is not None
+    s.stop()
+
+
 def test_stop_ends_the_thread_and_the_connection(sidecar: FakeSidecar, sessions: Start) -> None:
     s = sessions("worker")
     s.stop()
     eventually(lambda: not sidecar.ranks)
     assert s.up is None
     assert not [t for t in threading.enumerate() if t is s._thread]
+
+
+def test_descriptor_that_wakes_the_thread_outlives_it(
+    sidecar: FakeSidecar, sessions: Start
+) -> None:
+    """A caller that is about to write to it must not meet another file under its number."""
+    s = sessions("worker")
+    wake = s._wake
+    s.stop()
+    assert s._wake == wake
+    s.drop_now()
+    assert os.eventfd_read(wake) >= 1
 
 
 def test_large_frames_cross_in_both_directions(sidecar: FakeSidecar, sessions: Start) -> None:
@@ -188,6 +227,59 @@ def test_large_frames_cross_in_both_directions(sidecar: FakeSidecar, sessions: S
     read = s.read(up.epoch, found.result.lease, 0, soon())
     assert read.wait() and read.result is not None
     assert bytes(read.result.object) == data
+
+
+def test_reset_while_the_connection_is_made_is_sent_on_it(
+    sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers may be connected already, and have stored since the reset that was owed."""
+    s = Session((sidecar.path,), registration("scheduler"), name="s")
+    registered, serve = [0], s._serve
+
+    def late(client: Client) -> None:
+        registered[0] += 1
+        assert not s.reset(soon()).wait(), "there is no connection yet"
+        assert Type.RESET not in sidecar.seen
+        serve(client)
+
+    monkeypatch.setattr(s, "_serve", late)
+    s.start()
+    eventually(lambda: Type.RESET in sidecar.seen)
+    assert registered == [1]
+    eventually(lambda: not s._owed)
+    s.stop()
+
+
+def test_requests_on_their_way_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sidecar that reads nothing must not fill the engine's memory with pages."""
+    most, size = 8 << 20, 1 << 20
+    monkeypatch.setattr("membrane_kv.session._MAX_QUEUED", most)
+    held, go = threading.Event(), threading.Event()
+    real = FakeSidecar(str(tmp_path / "t"), arena_bytes=4 << 20)
+    s = Session((real.path,), registration(), name="w").start()
+    assert s.wait_up(soon()) is not None
+    real.silent.add(Type.WRITE)
+
+    def hold(*_: object) -> bytes:
+        held.set()
+        go.wait()
+        return b""
+
+    monkeypatch.setattr("fake_sidecar._Connection.on_ping", hold)
+    assert s.up is not None
+    s.submit(Type.PING, b"", bytes, soon(60))
+    assert held.wait(5)
+    taken = 0
+    for _ in range(100):
+        call = s.write(s.up.epoch, 1, 0, bytes(size), soon(60))
+        taken += not call.done()
+        eventually(lambda: not s._queue)  # the thread has made frames of it
+    go.set()
+    s.stop()
+    real.close()
+    assert most // size - 1 <= taken <= most // size + 1, "and what the socket holds"
 
 
 @pytest.mark.parametrize("callback", ["then", "late"])

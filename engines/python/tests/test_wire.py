@@ -260,3 +260,10 @@ def test_parsers_refuse_noise_with_a_wire_error(name: str) -> None:
             parse(bytes(b))
         except WireError as e:
             assert e.code and e.name
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "Infinity", "NaN"])
+def test_sizes_that_are_no_whole_numbers_are_refused(number: str) -> None:
+    body = f'{{"namespace":"","form":"","page_tokens":1,"object_bytes":1,"arena_bytes":{number}}}'
+    with pytest.raises(WireError, match="bad_frame: registered"):
+        wire.parse_registered(body.encode())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from fake_sidecar import FakeSidecar
+from fake_sidecar import Chain, FakeSidecar
 from helpers import BLOCK_BYTES, LAYER_BYTES, LAYERS, eventually
 from membrane_kv import wire
 from membrane_kv.jobs import LoadJob, StoreJob
@@ -233,6 +233,37 @@ def test_refused_stores_are_counted(rig: Rig) -> None:
     rig.sidecar.refuse = Reason.QUARANTINED
     rig.store(2)
     assert rig.recorder.count("dropped_stores_quarantined") == 2
+
+
+def test_abandoned_pages_are_not_stored(rig: Rig) -> None:
+    job = StoreJob("r", rig.match().handle, 0, PER, [1, 2, 3, 4], time.monotonic())
+    rig.storer.begin([job])
+    rig.storer.abandon("failed_step")
+    rig.storer.finish()
+    assert rig.recorder.count("dropped_stores_failed_step") == 2
+    eventually(lambda: rig.storer._orphans == 2)
+    assert not rig.sidecar.pages and Type.COMMIT not in rig.sidecar.seen
+    rig.stored(3)
+
+
+@pytest.mark.parametrize("slots", [0, 4])
+def test_chain_from_before_the_connection_is_not_stored_to(
+    sidecar: FakeSidecar, sessions: Start, slots: int
+) -> None:
+    """A sidecar that is restarted while a step computes may use a chain's number for another."""
+    rig = Rig(sidecar, sessions, Settings(), slots=slots)
+    handle, before = rig.match().handle, rig.session.up
+    blocks = list(range(1, 1 + 10 * PER))
+    rig.storer.begin([StoreJob("r", handle, 0, PER, blocks, time.monotonic())])
+    sidecar.disconnect()
+    eventually(lambda: rig.session.up is not None and rig.session.up is not before)
+    other = Chain(64, b"another prompt")
+    other.append(TOKENS)
+    sidecar.chains[handle] = other
+    rig.storer.finish()
+    eventually(lambda: rig.recorder.count("dropped_stores_unreachable") == 10)
+    assert not sidecar.pages
+    rig.loader.stop()
 
 
 def test_commit_without_answer_is_counted(rig: Rig) -> None:

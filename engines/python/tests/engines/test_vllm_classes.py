@@ -14,6 +14,7 @@ CASES = (
     "alone",
     "multi_child",
     "multi_child_not_chosen",
+    "failed_step",
     "stats",
     "events",
     "reset",

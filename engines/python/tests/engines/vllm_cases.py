@@ -17,8 +17,10 @@ from membrane_kv.client import Client
 from membrane_kv.identity import Adapters, Scope, scope
 from safetensors.torch import save_file
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.forward_context import set_forward_context
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import (
@@ -29,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm_mini import BLOCK, HEAD, HEADS, NAMES, SPEC, Mini, Other, membrane, multi
 
 MODEL, SIDECAR, FOLDER = "", "", Path()
@@ -104,6 +107,35 @@ def case_multi_child_not_chosen() -> None:
     engine.forget()
     assert ran(engine, tokens) == 320, loaded
     engine.stop()
+
+
+def case_failed_step() -> None:
+    """Of a step that does not run to its end nothing is stored, though its hooks are called."""
+    engine = Mini(MODEL, membrane(SIDECAR))
+    engine.kv.fill_(-2.0)
+    tokens = prompt(11)
+    engine.scheduler.add_request(engine.request(tokens))
+    while not (out := engine.scheduler.schedule()).num_scheduled_tokens:
+        pass  # until the sidecar has answered
+    kv_transfer_state._KV_CONNECTOR_AGENT = engine.worker
+    try:
+        with (
+            set_forward_context(None, engine.config),
+            KVConnectorModelRunnerMixin._get_kv_connector_output(out),
+        ):
+            raise RuntimeError("on purpose")
+    except RuntimeError:
+        pass
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+    count, end = engine.worker.recorder.count, time.monotonic() + 10
+    while not count("stored_pages") + count("dropped_stores"):
+        assert time.monotonic() < end, "the pages were neither stored nor dropped"
+    assert count("dropped_stores_failed_step") == count("dropped_stores") == 4
+    engine.stop()
+    reader = Mini(MODEL, membrane(SIDECAR))
+    assert ran(reader, tokens) == 0
+    reader.stop()
 
 
 def case_stats() -> None:
