@@ -181,7 +181,7 @@ CHAOS_SEED ?=
 
 .PHONY: bench-check
 bench-check: build ## Measure the core paths shortly; fail below tools/bench-floors.txt
-	bin/membrane bench core --quick --rounds 7 --floors tools/bench-floors.txt
+	bin/membrane bench core --quick --rounds 7 --floors tools/bench-floors.txt --attempts 8
 
 .PHONY: chaos
 chaos: build ## Kill, stop and restart members for CHAOS_TIME, comparing every token

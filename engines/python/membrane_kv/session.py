@@ -104,7 +104,7 @@ class Session:
         self._epoch = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Not at the thread's end: a caller may hold the number, which another file may get.
-        weakref.finalize(self, os.close, self._wake)
+        weakref.finalize(self, os.close, self._wake).atexit = False  # the thread may use it still
         self._stopping = threading.Event()
         self._renew = 0
         self._owed = 0
