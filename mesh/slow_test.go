@@ -88,7 +88,7 @@ func TestFollowerOutlivesTheHoldersPatience(t *testing.T) {
 	b.detour(t, "holder", px.addr)
 	led := make(chan kvwire.Reason, 1)
 	go func() {
-		_, why := b.Fill(within(t, time.Second), b.request(pages, 1))
+		_, why := b.Fill(within(t, 5*time.Second), b.request(pages, 1)) // enough to be followed on a busy machine
 		led <- why
 	}()
 	eventually(t, func() bool { return b.Stats().Pulls == 1 && a.cache.Stats().Held == 1 }, "no pull")
