@@ -37,6 +37,13 @@ type port struct {
 	tcp    string
 }
 
+// underWay waits until so much is under way: a request is so until its answer has
+// been sent, which its client may see sooner.
+func (p *port) underWay(t *testing.T, n int) {
+	t.Helper()
+	require.Eventually(t, func() bool { return p.InFlight() == n }, timeout, tick)
+}
+
 func newPort(t *testing.T, change ...func(*Config)) *port {
 	t.Helper()
 	c, err := cache.New(cache.Config{Budget: 32 << 20})

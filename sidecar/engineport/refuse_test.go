@@ -353,13 +353,13 @@ func TestLostConnectionFreesEverything(t *testing.T) {
 	_, err = c.Reserve(within(t), []kvwire.PageRef{{Handle: m.Handle, Page: 2}, {Handle: m.Handle, Page: 3}}, nil)
 	require.NoError(t, err)
 	assert.EqualValues(t, 1, p.cache.Stats().Leases)
-	assert.Equal(t, 3, p.InFlight())
+	p.underWay(t, 3)
 	assert.EqualValues(t, 1<<20-8*object, p.Status().InboxFree)
 
 	require.NoError(t, c.Close())
 	require.Eventually(t, func() bool { return p.Status().Connections == 0 }, timeout, tick)
 	assert.Equal(t, Status{Engines: []EngineStatus{}, InboxFree: 1 << 20}, p.Status())
-	assert.Zero(t, p.InFlight())
+	p.underWay(t, 0)
 	assert.Zero(t, p.cache.Stats().PinnedBytes)
 }
 
@@ -456,12 +456,12 @@ func TestDrainFinishesWhatHasBegun(t *testing.T) {
 	wantError(t, err, kvwire.CodeDraining, "")
 	_, err = c.Write(within(t), ref, bytesOf(1))
 	wantError(t, err, kvwire.CodeDraining, "")
-	assert.Equal(t, 2, p.InFlight())
+	p.underWay(t, 2)
 	done, err := c.Commit(within(t), []kvwire.Commit{{PageRef: ref, Slot: slots[0].Slot}}, nil)
 	require.NoError(t, err)
 	assert.Equal(t, kvwire.StoreStored, done[0].Status)
 	assert.Equal(t, kvwire.ReleaseLive, release(t, c, l.Lease, false))
-	assert.Zero(t, p.InFlight())
+	p.underWay(t, 0)
 }
 
 func TestSlowReaderIsDisconnected(t *testing.T) {
