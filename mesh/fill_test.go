@@ -234,7 +234,8 @@ func TestStoppedPeerEndsAtTheDeadline(t *testing.T) {
 		var took time.Duration
 		var got int
 		var why kvwire.Reason
-		for try := 0; try == 0 || try < 3 && took >= deadline+slack; try++ { // the machine may be busy
+		tries := 0
+		for ; tries == 0 || tries < 3 && took >= deadline+slack; tries++ { // the machine may be busy
 			p.markUp()
 			begin := time.Now()
 			got, why = b.Fill(within(t, deadline), b.request(pages, 1))
@@ -243,7 +244,7 @@ func TestStoppedPeerEndsAtTheDeadline(t *testing.T) {
 		require.Less(t, took, deadline+slack, name)
 		require.GreaterOrEqual(t, took, deadline-10*time.Millisecond, name)
 		require.Equal(t, kvwire.ReasonDeadline, why, name)
-		require.LessOrEqual(t, got, 3, name)
+		require.LessOrEqual(t, got, 3*tries, "%s: what one try has brought stays", name)
 		requireHeld(t, b, pages[:got], 1, pageBytes)
 		eventually(t, func() bool { return b.Stats().Pulling == 0 && b.cache.Stats().Held == 0 }, "something is left behind")
 		require.Equal(t, after <= 300, p.blamed(), name)

@@ -334,7 +334,11 @@ func TestQuickRunOfMixedLoadsMetadataAndMemory(t *testing.T) {
 		}
 		assert.Empty(t, row.Why, row.Name)
 		assert.Positive(t, row.Value, row.Name)
-		if row.Ratio != nil {
+		if row.Ratio == nil {
+			continue
+		}
+		// A batch hits or misses whole, and a busy machine reads very few in the time.
+		if least, ok := ratios[row.Op]; !ok || *row.Ratio < least {
 			ratios[row.Op] = *row.Ratio
 		}
 	}
