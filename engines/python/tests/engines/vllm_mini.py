@@ -7,12 +7,14 @@ block with bytes of another prompt is noticed.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import membrane_kv.vllm
 import torch
+from membrane_kv.session import Session
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -36,6 +38,7 @@ SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, d
 membrane_kv.vllm._tp_rank = lambda: 0  # there is no process group
 init_none_hash(sha256)
 _numbers = itertools.count()
+_PAUSE = threading.Event()
 
 
 def membrane(sidecar: str, **more: Any) -> dict[str, Any]:
@@ -134,10 +137,25 @@ class Mini:
         self.kv = torch.zeros(LAYERS, blocks, HEADS, BLOCK, 2 * HEAD)
         self.worker.register_kv_caches(dict(zip(NAMES, self.kv, strict=True)))
         self.stats: list[dict[str, Any]] = []
+        for session in self._sessions():
+            assert session.wait_up(time.monotonic() + 10) is not None
+
+    def _sessions(self) -> Iterator[Session]:
         for side in (self.scheduler.connector, self.worker):
             for c in getattr(side, "sub_connectors", [side]):
                 if isinstance(c, membrane_kv.vllm.MembraneConnector) and c._session:
-                    assert c._session.wait_up(time.monotonic() + 10) is not None
+                    yield c._session
+
+    def answered(self) -> None:
+        """Wait until every request has its answer: commits come on a connection of their own."""
+        end = time.monotonic() + 10
+        for session in self._sessions():
+            busy = True
+            while busy:
+                assert time.monotonic() < end, "a request is not answered"
+                with session._lock:
+                    busy = bool(session._queue or session._pending)
+                _PAUSE.wait(0.001)
 
     def request(self, tokens: list[int], n: int = 2, **more: Any) -> Request:
         """Return a request that is not added yet."""
@@ -235,10 +253,12 @@ class Mini:
                 self.stats.append(outputs.scheduler_stats.kv_connector_stats)
 
     def forget(self) -> None:
-        """Drop the engine's own prefix cache, and make its memory wrong."""
+        """Drop the engine's own prefix cache, and make its memory wrong, once all is stored."""
+        self.answered()
         assert self.scheduler.reset_prefix_cache()
         self.kv.fill_(-2.0)
 
     def stop(self) -> None:
+        self.answered()
         self.worker.shutdown()
         self.scheduler.connector.shutdown()
