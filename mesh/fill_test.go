@@ -441,11 +441,12 @@ func TestFillAsksOnlyForWhatIsNotUnderWay(t *testing.T) {
 	wg.Go(func() { _, _ = b.Fill(within(t, 10*time.Second), b.request(pages[:8], 1)) })
 	eventually(t, func() bool { return b.Stats().Pulls == 1 }, "no pull")
 	var got int
-	wg.Go(func() { got, _ = b.Fill(within(t, 10*time.Second), b.request(pages, 1)) })
+	var why kvwire.Reason
+	wg.Go(func() { got, why = b.Fill(within(t, 10*time.Second), b.request(pages, 1)) })
 	eventually(t, func() bool { return b.Stats().Pulling == 2 }, "no second pull")
 	g.open()
 	wg.Wait()
-	require.Equal(t, 12, got)
+	require.Equal(t, 12, got, why)
 	require.Equal(t, uint64(12), a.Stats().Served)
 }
 
