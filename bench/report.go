@@ -76,15 +76,17 @@ type samples []float64
 
 func (s samples) sorted() []float64 { out := slices.Clone(s); slices.Sort(out); return out }
 
-// median returns the middle sample, or the mean of the two in the middle; 0
-// without samples.
-func (s samples) median() float64 {
-	sorted := s.sorted()
-	n := len(sorted)
-	if n == 0 || n%2 == 1 {
-		return s.quantile(0.5)
+func (s samples) median() float64 { return Median(s) }
+
+// Median returns the middle value, or the mean of the two in the middle; 0
+// without values.
+func Median(values []float64) float64 {
+	n := len(values)
+	if n == 0 {
+		return 0
 	}
-	return (sorted[n/2-1] + sorted[n/2]) / 2
+	sorted := samples(values).sorted()
+	return (sorted[(n-1)/2] + sorted[n/2]) / 2
 }
 
 // quantile returns the value below which a share q of the samples lies, the

@@ -125,8 +125,8 @@ func (c *Cluster) measure(ctx context.Context, nodes []*bench.Node, rounds int, 
 		small, large, ratio = append(small, rate[0]), append(large, rate[1]), append(ratio, rate[1]/rate[0])
 		got = append(got, min(had[0], had[1]))
 	}
-	c.Small, c.Large, c.Scaling = median(small), median(large), median(ratio)
-	c.Got = median(got)
+	c.Small, c.Large, c.Scaling = bench.Median(small), bench.Median(large), bench.Median(ratio)
+	c.Got = bench.Median(got)
 	say(fmt.Sprintf("clusters: %.0f pages/s of three nodes, %.0f of five, %.2f times, with %.0f %% of the shares used", c.Small, c.Large, c.Scaling, 100*c.Got))
 	return nil
 }

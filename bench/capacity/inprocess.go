@@ -5,13 +5,13 @@ import (
 	"encoding/binary"
 	"fmt"
 	"runtime"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"membrane/bench"
 	"membrane/cache"
 	"membrane/kvwire"
 )
@@ -132,7 +132,7 @@ func RunInProcess(ctx context.Context, rounds int, each time.Duration, say func(
 			one, two, ratio = append(one, rate[1]), append(two, rate[2]), append(ratio, rate[2]/rate[1])
 			share = append(share, min(had[1], had[2]))
 		}
-		row := InProcess{op, median(one), median(two), median(ratio), median(share)}
+		row := InProcess{op, bench.Median(one), bench.Median(two), bench.Median(ratio), bench.Median(share)}
 		say(fmt.Sprintf("%s: %.2f M/s on one processor, %.2f M/s on two, %.2f times, with %.0f %% of the processors", op.Name, row.One/1e6, row.Two/1e6, row.Scaling, 100*row.Got))
 		out = append(out, row)
 	}
@@ -189,10 +189,4 @@ func used() time.Duration {
 		return 0
 	}
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-}
-
-func median(list []float64) float64 {
-	sorted := slices.Sorted(slices.Values(list))
-	n := len(sorted)
-	return (sorted[(n-1)/2] + sorted[n/2]) / 2
 }

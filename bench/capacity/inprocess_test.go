@@ -6,6 +6,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"membrane/bench"
 )
 
 func TestLookupsInThisProcess(t *testing.T) {
@@ -20,6 +22,6 @@ func TestLookupsInThisProcess(t *testing.T) {
 }
 
 func TestMedian(t *testing.T) {
-	assert.InDelta(t, 1.7, median([]float64{1.9, 1.5}), 1e-9, "not the better of two rounds")
-	assert.InDelta(t, 2, median([]float64{3, 1, 2}), 1e-9)
+	assert.InDelta(t, 1.7, bench.Median([]float64{1.9, 1.5}), 1e-9, "not the better of two rounds")
+	assert.InDelta(t, 2, bench.Median([]float64{3, 1, 2}), 1e-9)
 }

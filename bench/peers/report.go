@@ -48,17 +48,7 @@ func (r Report) WriteJSON(w io.Writer) error {
 // spread is a figure over the rounds.
 type spread []float64
 
-func (s spread) median() float64 {
-	if len(s) == 0 {
-		return 0
-	}
-	sorted := slices.Sorted(slices.Values(s))
-	m := len(sorted) / 2
-	if len(sorted)%2 == 1 {
-		return sorted[m]
-	}
-	return (sorted[m-1] + sorted[m]) / 2
-}
+func (s spread) median() float64 { return bench.Median(s) }
 
 func (s spread) row(name, unit string) bench.Row {
 	row := bench.Row{Name: name, Unit: unit, Value: s.median()}

@@ -89,7 +89,7 @@ func rawConn(c net.Conn) (syscall.RawConn, bool) {
 // sent before. A client that only sends its next request early has not.
 func Gone(raw syscall.RawConn) bool {
 	gone := false
-	err := raw.Control(func(fd uintptr) { // as in peek; which sees no end behind bytes
+	err := raw.Control(func(fd uintptr) { // a look at the bytes, as in Quiet, sees no end behind them
 		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}, 0)
 		gone = n > 0 || err != nil && !errors.Is(err, unix.EINTR)
 	})
@@ -107,8 +107,13 @@ func Quiet(c net.Conn) bool {
 	if !ok {
 		return false
 	}
-	unread, closed := peek(raw)
-	return !unread && !closed
+	quiet := false
+	err := raw.Control(func(fd uintptr) { // unlike Read, whatever the read deadline is
+		var b [1]byte
+		_, _, err := unix.Recvfrom(int(fd), b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		quiet = errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EINTR)
+	})
+	return quiet && err == nil
 }
 
 // ResetOnClose lets a connection be reset when it is closed, so that the other
@@ -122,19 +127,4 @@ func ResetOnClose(c net.Conn) {
 	_ = raw.Control(func(fd uintptr) {
 		_ = unix.SetsockoptLinger(int(fd), unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 	})
-}
-
-func peek(raw syscall.RawConn) (unread, closed bool) {
-	err := raw.Control(func(fd uintptr) { // unlike Read, whatever the read deadline is
-		var b [1]byte
-		n, _, err := unix.Recvfrom(int(fd), b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
-		switch {
-		case err == nil:
-			unread, closed = n > 0, n == 0
-		case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR):
-		default:
-			closed = true
-		}
-	})
-	return unread, closed || err != nil
 }

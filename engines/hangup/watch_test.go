@@ -30,6 +30,15 @@ func pair(t *testing.T) (client, server net.Conn) {
 	return client, &wrapped{server}
 }
 
+func noticed(ctx context.Context, t *testing.T) {
+	t.Helper()
+	select {
+	case <-ctx.Done():
+	case <-time.After(5 * time.Second):
+		t.Fatal("the client is gone")
+	}
+}
+
 func TestClosedConnectionIsNoticed(t *testing.T) {
 	t.Parallel()
 	client, server := pair(t)
@@ -48,11 +57,7 @@ func TestClosedConnectionIsNoticed(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, "GET", string(b), "looking takes nothing away")
 	require.NoError(t, client.Close())
-	select {
-	case <-ctx.Done():
-	case <-time.After(5 * time.Second):
-		t.Fatal("the client is gone")
-	}
+	noticed(ctx, t)
 }
 
 func TestClosedConnectionIsNoticedBehindBytesOfANextRequest(t *testing.T) {
@@ -63,11 +68,7 @@ func TestClosedConnectionIsNoticedBehindBytesOfANextRequest(t *testing.T) {
 	_, err := client.Write([]byte("GET"))
 	require.NoError(t, err)
 	require.NoError(t, client.Close())
-	select {
-	case <-ctx.Done():
-	case <-time.After(5 * time.Second):
-		t.Fatal("the client is gone")
-	}
+	noticed(ctx, t)
 }
 
 func TestStopEndsTheContextAndMayBeCalledTwice(t *testing.T) {

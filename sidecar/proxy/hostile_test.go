@@ -78,8 +78,8 @@ func TestNoSpellingOfARouteNeedsLessThanAdmin(t *testing.T) {
 	r.idle()
 }
 
-// script answers each connection with what the function writes for each request.
-func scripted(t *testing.T, serve func(c net.Conn, connection, request int, body string)) (url string) {
+// accepting gives each connection to the function, which closes it by returning.
+func accepting(t *testing.T, serve func(c net.Conn, connection int)) (url string) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -92,19 +92,27 @@ func scripted(t *testing.T, serve func(c net.Conn, connection, request int, body
 			}
 			go func() {
 				defer func() { _ = c.Close() }()
-				in := bufio.NewReader(c)
-				for i := 0; ; i++ {
-					req, err := http.ReadRequest(in)
-					if err != nil {
-						return
-					}
-					b, _ := io.ReadAll(req.Body)
-					serve(c, n, i, string(b))
-				}
+				serve(c, n)
 			}()
 		}
 	}()
 	return "http://" + l.Addr().String()
+}
+
+// scripted answers each connection with what the function writes for each request.
+func scripted(t *testing.T, serve func(c net.Conn, connection, request int, body string)) (url string) {
+	t.Helper()
+	return accepting(t, func(c net.Conn, n int) {
+		in := bufio.NewReader(c)
+		for i := 0; ; i++ {
+			req, err := http.ReadRequest(in)
+			if err != nil {
+				return
+			}
+			b, _ := io.ReadAll(req.Body)
+			serve(c, n, i, string(b))
+		}
+	})
 }
 
 func says(c net.Conn, text string) { _, _ = io.WriteString(c, text) }
@@ -247,31 +255,19 @@ func (r *rig) raw(text string) {
 }
 
 func scriptedRequests(t *testing.T, see func(*http.Request)) string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = l.Close() })
-	go func() {
+	t.Helper()
+	return accepting(t, func(c net.Conn, _ int) {
+		in := bufio.NewReader(c)
 		for {
-			c, err := l.Accept()
+			req, err := http.ReadRequest(in)
 			if err != nil {
 				return
 			}
-			go func() {
-				defer func() { _ = c.Close() }()
-				in := bufio.NewReader(c)
-				for {
-					req, err := http.ReadRequest(in)
-					if err != nil {
-						return
-					}
-					see(req)
-					_, _ = io.Copy(io.Discard, req.Body)
-					says(c, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-				}
-			}()
+			see(req)
+			_, _ = io.Copy(io.Discard, req.Body)
+			says(c, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 		}
-	}()
-	return "http://" + l.Addr().String()
+	})
 }
 
 func TestEveryConnectionHeaderNamesWhatEndsHere(t *testing.T) {

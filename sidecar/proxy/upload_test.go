@@ -46,22 +46,12 @@ func TestAStreamedBodyIsNotSentAgainWithoutItself(t *testing.T) {
 // closes the connection.
 func TestAnEngineMayRefuseABodyBeforeItHasReadIt(t *testing.T) {
 	t.Parallel()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = l.Close() })
-	go func() {
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			if _, err = http.ReadRequest(bufio.NewReader(c)); err == nil {
-				says(c, "HTTP/1.1 413 No\r\nContent-Length: 8\r\n\r\ntoo long")
-			}
-			_ = c.Close() // resets: there is more to read
+	engine := accepting(t, func(c net.Conn, _ int) { // which is reset: there is more to read
+		if _, err := http.ReadRequest(bufio.NewReader(c)); err == nil {
+			says(c, "HTTP/1.1 413 No\r\nContent-Length: 8\r\n\r\ntoo long")
 		}
-	}()
-	r := newRig(t, func(cfg *Config) { cfg.Engine = "http://" + l.Addr().String() })
+	})
+	r := newRig(t, func(cfg *Config) { cfg.Engine = engine })
 	for _, path := range []string{completionsPath, "/v1/embeddings"} {
 		text := post(path, `{"prompt":"`+strings.Repeat("a", 8<<20)+`"}`)
 		c, err := net.Dial("tcp", strings.TrimPrefix(r.url, "http://"))

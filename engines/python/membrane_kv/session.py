@@ -322,15 +322,10 @@ class Session:
         self._owed += 1
         mine = self._owed
 
-        def answered(_: dict[str, Any]) -> None:
-            if self._owed == mine:
-                self._owed = 0
+        def late(_: dict[str, Any]) -> None:
+            self._paid(mine)
 
-        def then(call: Call[dict[str, Any]]) -> None:
-            if call.ok and call.result is not None:
-                answered(call.result)
-
-        return self.submit(Type.RESET, b"", wire.parse_json, deadline, then, answered)
+        return self.submit(Type.RESET, b"", wire.parse_json, deadline, self._pays(mine), late)
 
     def drop(self, epoch: int, handle: int, after_s: float = 0.0) -> None:
         """Forget a chain in a while, so that commits on other connections come first."""
@@ -390,7 +385,7 @@ class Session:
                 r = client.register(self._registration, time.monotonic() + 5 * _CONNECT_S)
                 if owed := self._owed:
                     client.reset(time.monotonic() + 5 * _CONNECT_S)
-                    self._owed = 0 if self._owed == owed else self._owed
+                    self._paid(owed)
             except Exception as e:  # whatever it is, the next attempt must follow
                 trouble = trouble if isinstance(e, (FileNotFoundError, ConnectionError)) else e
                 trouble = trouble or e
@@ -411,12 +406,17 @@ class Session:
         )
         return None
 
-    def _payment(self, owed: int) -> Call[dict[str, Any]]:
-        def then(call: Call[dict[str, Any]]) -> None:
-            if call.ok and self._owed == owed:
-                self._owed = 0
+    def _paid(self, owed: int) -> None:
+        """Owe no reset any more, unless another was asked for since."""
+        if self._owed == owed:
+            self._owed = 0
 
-        return Call(time.monotonic() + 5 * _CONNECT_S, then)
+    def _pays(self, owed: int) -> Callable[[Call[dict[str, Any]]], None]:
+        def then(call: Call[dict[str, Any]]) -> None:
+            if call.ok:
+                self._paid(owed)
+
+        return then
 
     def _say(self, level: int, sentence: str) -> None:
         if sentence != self._said:
@@ -430,7 +430,8 @@ class Session:
             self._later.clear()
             self._up = Up(self._epoch, client.registered, client.shared)
             if owed := self._owed:  # since _connect has looked
-                self._enqueue(Type.RESET, b"", wire.parse_json, self._payment(owed))
+                call = Call(time.monotonic() + 5 * _CONNECT_S, self._pays(owed))
+                self._enqueue(Type.RESET, b"", wire.parse_json, call)
             self._changed.notify_all()
         if client.shared is not None:
             threading.Thread(
